@@ -1,0 +1,23 @@
+"""Axis letters of the whole project, and the logical axes of parameters.
+
+Names of arrays end in the letters of their dimensions, in order: `logp_BK` is
+`[requests, drafts]`.
+
+| letter | dimension |
+|---|---|
+| B | requests (slots of a batch) |
+| K | drafts of a request; the block is `W = K + 1` wide with its anchor (the paper's D) |
+| W | rows of a request in one step: anchor and drafts |
+| T | rows of a verify step, over all requests (the tier) |
+| R | tiers |
+| N | any number of token rows |
+| S | positions of a sequence; P positions of one prefill chunk |
+| L | positions of a KV cache |
+| E | embedding (hidden size); F feed-forward; V vocabulary; C tapped layers x E |
+| H | query heads; G key/value heads; D head dimension |
+| J | slots of an attention group; O groups beyond a request's first |
+"""
+
+from typing import Literal
+
+LogicalAxis = Literal["embed", "mlp", "heads", "kv_heads", "head_dim", "vocab", "taps"]

@@ -1,0 +1,213 @@
+"""Model descriptions: frozen dataclasses, read from a checkpoint's `config.json`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+class ConfigError(ValueError):
+    """A model description that is incomplete, contradictory or not supported."""
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Llama 3's stretch of the slow RoPE frequencies (`rope_type: llama3`)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    theta: float
+    scaling: Llama3Scaling | None = None
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A dense decoder: Llama family, or Qwen3 (`qk_norm`).
+
+    `head_dim` is independent of `embed / heads`. `tied` heads reuse the embedding.
+    """
+
+    vocab: int
+    embed: int
+    mlp: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: RopeConfig
+    norm_eps: float
+    max_position: int
+    tied: bool
+    qk_norm: bool = False
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ConfigError(
+                f"{self.heads} query heads are not a multiple of "
+                f"{self.kv_heads} key/value heads"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim {self.head_dim} is odd; RoPE rotates pairs")
+
+
+LayerType = Literal["full_attention", "sliding_attention"]
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """A DFlash v1 drafter (arXiv 2602.06036; layout of the z-lab checkpoints).
+
+    Attributes:
+      block: width of a full block, the anchor included (`block_size`).
+      mask_token: row of the target's embedding that stands at undrafted slots.
+      target_layers: taps; `i` is the residual stream *after* decoder layer `i`.
+      window: rows a sliding layer sees; a query at `q` sees keys with `q - k < window`.
+      causal: per layer, whether the block part of attention is causal.
+      sample_from_anchor: slot 0 drafts as well and slot `k` predicts position
+        `k + 1` (DeepSpec's alignment), where by default slot `k >= 1` predicts its own.
+    """
+
+    vocab: int
+    embed: int
+    mlp: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: RopeConfig
+    norm_eps: float
+    block: int
+    mask_token: int
+    target_layers: tuple[int, ...]
+    target_depth: int
+    layer_types: tuple[LayerType, ...]
+    causal: tuple[bool, ...]
+    window: int | None = None
+    sample_from_anchor: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.layer_types) != self.layers or len(self.causal) != self.layers:
+            raise ConfigError(
+                f"{self.layers} layers, but {len(self.layer_types)} layer types and "
+                f"{len(self.causal)} causality flags"
+            )
+        if "sliding_attention" in self.layer_types and not self.window:
+            raise ConfigError(
+                "a sliding_attention layer needs sliding_window, which is not set"
+            )
+        outside = [i for i in self.target_layers if not 0 <= i < self.target_depth]
+        if outside or not self.target_layers:
+            raise ConfigError(
+                f"target_layer_ids {list(self.target_layers)} must name layers "
+                f"0..{self.target_depth - 1} of the target"
+            )
+        if not 0 <= self.mask_token < self.vocab:
+            raise ConfigError(
+                f"mask_token_id {self.mask_token} is outside the vocabulary "
+                f"of {self.vocab}"
+            )
+        if self.block < 2:
+            raise ConfigError(f"block_size {self.block} leaves no draft; expected >= 2")
+        if self.heads % self.kv_heads or self.head_dim % 2:
+            raise ConfigError(
+                f"{self.heads} heads, {self.kv_heads} key/value heads of "
+                f"{self.head_dim}: expected a multiple and an even head_dim"
+            )
+
+    @property
+    def max_drafts(self) -> int:
+        """Most drafts one block can hold."""
+        return self.block if self.sample_from_anchor else self.block - 1
+
+
+def _require(raw: Mapping[str, Any], key: str, where: str) -> Any:
+    if raw.get(key) is None:
+        raise ConfigError(f"{where}: `{key}` is missing; a model needs it")
+    return raw[key]
+
+
+def read_rope(raw: Mapping[str, Any], where: str) -> RopeConfig:
+    """Reads RoPE from either form of `config.json`; never guesses a theta.
+
+    transformers 4 wrote `rope_theta` and `rope_scaling`, transformers 5 writes
+    `rope_parameters`; a file may hold both, and then they must agree.
+    """
+    new = raw.get("rope_parameters") or {}
+    old = raw.get("rope_scaling") or {}
+    thetas = {
+        float(t)
+        for t in (raw.get("rope_theta"), new.get("rope_theta"))
+        if t is not None
+    }
+    if len(thetas) != 1:
+        found = "none" if not thetas else " and ".join(map(str, sorted(thetas)))
+        raise ConfigError(
+            f"{where}: expected one RoPE base in `rope_theta` or "
+            f"`rope_parameters.rope_theta`, found {found}"
+        )
+    scaling = new if new.get("rope_type", "default") != "default" else old
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    theta = thetas.pop()
+    if kind == "default":
+        return RopeConfig(theta)
+    if kind != "llama3":
+        raise ConfigError(
+            f"{where}: RoPE scaling {kind!r} is not supported; known: default, llama3"
+        )
+    return RopeConfig(
+        theta,
+        Llama3Scaling(
+            factor=float(_require(scaling, "factor", where)),
+            low_freq_factor=float(_require(scaling, "low_freq_factor", where)),
+            high_freq_factor=float(_require(scaling, "high_freq_factor", where)),
+            original_max_position=int(
+                _require(scaling, "original_max_position_embeddings", where)
+            ),
+        ),
+    )
+
+
+_ARCHITECTURES = {"LlamaForCausalLM": False, "Qwen3ForCausalLM": True}
+
+
+def model_config_from_hf(raw: Mapping[str, Any], where: str) -> ModelConfig:
+    """Reads a target's `config.json` (Hugging Face's names).
+
+    Raises:
+      ConfigError: naming `where`, for an unknown architecture or a missing field.
+    """
+    names = raw.get("architectures") or []
+    known = [n for n in names if n in _ARCHITECTURES]
+    if not known:
+        raise ConfigError(
+            f"{where}: architecture {names} is not supported; "
+            f"known: {', '.join(sorted(_ARCHITECTURES))}"
+        )
+    for unsupported in ("attention_bias", "mlp_bias", "use_sliding_window"):
+        if raw.get(unsupported):
+            raise ConfigError(f"{where}: {unsupported}=true is not supported")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ConfigError(
+            f"{where}: hidden_act {raw['hidden_act']!r} is not supported; known: silu"
+        )
+    embed = int(_require(raw, "hidden_size", where))
+    heads = int(_require(raw, "num_attention_heads", where))
+    return ModelConfig(
+        vocab=int(_require(raw, "vocab_size", where)),
+        embed=embed,
+        mlp=int(_require(raw, "intermediate_size", where)),
+        layers=int(_require(raw, "num_hidden_layers", where)),
+        heads=heads,
+        kv_heads=int(raw.get("num_key_value_heads") or heads),
+        head_dim=int(raw.get("head_dim") or embed // heads),
+        rope=read_rope(raw, where),
+        norm_eps=float(_require(raw, "rms_norm_eps", where)),
+        max_position=int(_require(raw, "max_position_embeddings", where)),
+        tied=bool(raw.get("tie_word_embeddings", False)),
+        qk_norm=_ARCHITECTURES[known[0]],
+    )

@@ -1,0 +1,134 @@
+"""Packing: from keep counts to the flat rows of a verify step, and back.
+
+Kept rows of all requests stand one after another, `[T]`; only they enter the linear
+layers and the LM head. Attention wants the rows of one request together. It gets them
+in groups of `J`: a request's first `J` rows always form group `b` (which reads slot
+`b`'s cache where it lies), the rows beyond fill `O` further groups, whose caches are
+gathered. A request with `n` rows needs `ceil(n / J) - 1` of those, so
+`O = (T - B) // J` is always enough.
+"""
+
+from dataclasses import dataclass
+
+import flax.struct
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+# A gathered group copies its cache where a request's first group does not. In units of
+# the attention work of one query row.
+_GATHER_COST = 6
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Static shape of one verify step: `slots` requests, `rows` rows, `width` a request.
+
+    Attributes:
+      group: rows of an attention group, J.
+      overflow: groups beyond the first of a request, O.
+    """
+
+    slots: int
+    rows: int
+    width: int
+    group: int
+    overflow: int
+
+
+def layout(slots: int, rows: int, width: int) -> Layout:
+    """The cheapest grouping for a tier of `rows` rows, at most `width` a request."""
+    width = min(width, rows - slots + 1)
+
+    def overflow(group: int) -> int:
+        return 0 if group >= width else (rows - slots) // group
+
+    def cost(group: int) -> int:
+        return slots * group + overflow(group) * (group + _GATHER_COST)
+
+    group = min(range(1, width + 1), key=cost)
+    return Layout(slots, rows, width, group, overflow(group))
+
+
+@flax.struct.dataclass
+class Packed:
+    """Where each row of the tier comes from.
+
+    Attributes:
+      owner_T: request of the row (a valid index on padding rows too).
+      offset_T: 0 for the anchor, `k` for draft `k`.
+      valid_T: false on padding.
+      first_B: index of a request's anchor row.
+      count_B: rows of a request; 0 where it is inactive.
+    """
+
+    owner_T: Int[Array, "T"]
+    offset_T: Int[Array, "T"]
+    valid_T: Bool[Array, "T"]
+    first_B: Int[Array, "B"]
+    count_B: Int[Array, "B"]
+
+
+def pack(keep_B: Int[Array, "B"], active_B: Bool[Array, "B"], rows: int) -> Packed:
+    """Lays anchors and kept drafts of all requests into `rows` rows."""
+    count_B = jnp.where(active_B, keep_B + 1, 0)
+    end_B = jnp.cumsum(count_B)
+    row_T = jnp.arange(rows)
+    owner_T = jnp.sum(row_T[:, None] >= end_B[None, :], axis=1)
+    owner_T = jnp.minimum(owner_T, keep_B.shape[0] - 1)
+    first_B = end_B - count_B
+    valid_T = row_T < end_B[-1]
+    offset_T = jnp.where(valid_T, row_T - first_B[owner_T], 0)
+    return Packed(owner_T, offset_T, valid_T, first_B, count_B)
+
+
+@flax.struct.dataclass
+class Groups:
+    """Rows by attention group, and groups by row.
+
+    Attributes:
+      row_BJ, row_OJ: row of each place (some row, where the place is empty).
+      offset_OJ: offset of that row in its request.
+      owner_O: request of each further group.
+      place_T: place of each row in the concatenation of both, flattened.
+    """
+
+    row_BJ: Int[Array, "B J"]
+    row_OJ: Int[Array, "O J"]
+    offset_OJ: Int[Array, "O J"]
+    owner_O: Int[Array, "O"]
+    place_T: Int[Array, "T"]
+
+
+def groups(packed: Packed, lay: Layout) -> Groups:
+    """Attention groups of a packed step."""
+    J, O, B, T = lay.group, lay.overflow, lay.slots, lay.rows
+    slot_J = jnp.arange(J)
+    last = T - 1
+    further_B = jnp.maximum(-(-packed.count_B // J) - 1, 0)
+    end_B = jnp.cumsum(further_B)
+    start_B = end_B - further_B
+    group_O = jnp.arange(O)
+    owner_O = jnp.sum(group_O[:, None] >= end_B[None, :], axis=1)
+    owner_O = jnp.minimum(owner_O, B - 1)
+    index_O = group_O - start_B[owner_O]
+    offset_OJ = (index_O[:, None] + 1) * J + slot_J[None, :]
+    beyond_T = packed.offset_T - J
+    further_T = start_B[packed.owner_T] + beyond_T // J
+    place_T = jnp.where(
+        beyond_T < 0,
+        packed.owner_T * J + packed.offset_T,
+        (B + further_T) * J + beyond_T % J,
+    )
+    return Groups(
+        row_BJ=jnp.clip(packed.first_B[:, None] + slot_J[None, :], 0, last),
+        row_OJ=jnp.clip(packed.first_B[owner_O][:, None] + offset_OJ, 0, last),
+        offset_OJ=offset_OJ,
+        owner_O=owner_O,
+        place_T=place_T,
+    )
+
+
+def unpack(x_T: Float[Array, "T *rest"], packed: Packed, width: int) -> Array:
+    """Rows by request, `[B, W, *rest]`; places past a request's count hold any row."""
+    row_BW = packed.first_B[:, None] + jnp.arange(width)[None, :]
+    return x_T[jnp.clip(row_BW, 0, x_T.shape[0] - 1)]

@@ -1,0 +1,160 @@
+"""Dense decoders (Llama family, Qwen3): parameter declaration and forward pass."""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from dcut_jax.config import ModelConfig
+from dcut_jax.models.attention import attend, causal_mask
+from dcut_jax.models.layers import attention_inputs, project, rms_norm, swiglu
+from dcut_jax.models.params import ParamSpec
+
+Attend = Callable[[int, Array, Array, Array], Array]
+
+
+@flax.struct.dataclass
+class Rows:
+    """What a forward pass leaves for its rows.
+
+    Attributes:
+      hidden: after the final norm, ready for the LM head: `[*N, E]`.
+      taps: residual stream after each tapped layer, concatenated: `[*N, C]`.
+      k, v: keys (rotated) and values of every layer: `[layers, *N, G, D]`.
+    """
+
+    hidden: Float[Array, "..."]
+    taps: Float[Array, "..."]
+    k: Float[Array, "..."]
+    v: Float[Array, "..."]
+
+
+def attention_specs(cfg: Any, qk_norm: bool) -> dict[str, ParamSpec]:
+    """Attention parameters of one layer; `cfg` is a target's or a drafter's."""
+    E, H, G, D = cfg.embed, cfg.heads, cfg.kv_heads, cfg.head_dim
+    specs = {
+        "q_EHD": ParamSpec((E, H, D), ("embed", "heads", "head_dim"), E),
+        "k_EGD": ParamSpec((E, G, D), ("embed", "kv_heads", "head_dim"), E),
+        "v_EGD": ParamSpec((E, G, D), ("embed", "kv_heads", "head_dim"), E),
+        "o_HDE": ParamSpec((H, D, E), ("heads", "head_dim", "embed"), H * D),
+    }
+    if qk_norm:
+        specs |= {
+            "q_norm_D": ParamSpec((D,), ("head_dim",), None),
+            "k_norm_D": ParamSpec((D,), ("head_dim",), None),
+        }
+    return specs
+
+
+def mlp_specs(cfg: Any) -> dict[str, ParamSpec]:
+    """Feed-forward parameters of one layer; `cfg` is a target's or a drafter's."""
+    E, F = cfg.embed, cfg.mlp
+    return {
+        "gate_EF": ParamSpec((E, F), ("embed", "mlp"), E),
+        "up_EF": ParamSpec((E, F), ("embed", "mlp"), E),
+        "down_FE": ParamSpec((F, E), ("mlp", "embed"), F),
+    }
+
+
+def layer_specs(cfg: Any, qk_norm: bool) -> dict[str, ParamSpec]:
+    """One pre-norm decoder layer."""
+    norm = ParamSpec((cfg.embed,), ("embed",), None)
+    return (
+        {"attention_norm_E": norm, "mlp_norm_E": norm}
+        | attention_specs(cfg, qk_norm)
+        | mlp_specs(cfg)
+    )
+
+
+def specs(cfg: ModelConfig) -> dict[str, Any]:
+    """Every parameter of a dense target; the head is absent where it is tied."""
+    table = ParamSpec((cfg.vocab, cfg.embed), ("vocab", "embed"), cfg.embed)
+    tree: dict[str, Any] = {
+        "embed_VE": table,
+        "layers": tuple(layer_specs(cfg, cfg.qk_norm) for _ in range(cfg.layers)),
+        "norm_E": ParamSpec((cfg.embed,), ("embed",), None),
+    }
+    if not cfg.tied:
+        tree["head_VE"] = table
+    return tree
+
+
+def head_VE(params: dict[str, Any]) -> Array:
+    """The LM head, which may be the embedding."""
+    return params.get("head_VE", params["embed_VE"])
+
+
+def logits(hidden: Float[Array, "*N E"], head_VE: Array) -> Float[Array, "*N V"]:
+    """LM head, float32."""
+    last = hidden.ndim - 1
+    return lax.dot_general(
+        hidden.astype(head_VE.dtype),
+        head_VE,
+        (((last,), (1,)), ((), ())),
+        preferred_element_type=jnp.float32,
+    )
+
+
+def embed(token: Int[Array, "*N"], embed_VE: Array) -> Float[Array, "*N E"]:
+    """Embedding rows, float32."""
+    return embed_VE[token].astype(jnp.float32)
+
+
+def forward(
+    params: dict[str, Any],
+    cfg: ModelConfig,
+    token: Int[Array, "*N"],
+    position: Int[Array, "*N"],
+    attend_layer: Attend,
+    taps: tuple[int, ...] = (),
+) -> Rows:
+    """Runs token rows through the decoder layers.
+
+    Args:
+      token, position: one entry per row, any leading shape.
+      attend_layer: from `(layer, q_NHD, k_NGD, v_NGD)` to the attention output
+        `[*N, H, D]`. It alone knows which rows belong together and what is cached.
+      taps: layers whose output (residual stream after the layer) is wanted.
+    """
+    x = embed(token, params["embed_VE"])
+    tapped: dict[int, Array] = {}
+    keys, values = [], []
+    for i, layer in enumerate(params["layers"]):
+        with jax.named_scope(f"layer_{i}"):
+            h = rms_norm(x, layer["attention_norm_E"], cfg.norm_eps)
+            q, k, v = attention_inputs(h, layer, position, cfg.rope, cfg.norm_eps)
+            keys.append(k)
+            values.append(v)
+            x = x + project(attend_layer(i, q, k, v), layer["o_HDE"], contract=2)
+            x = x + swiglu(rms_norm(x, layer["mlp_norm_E"], cfg.norm_eps), layer)
+        if i in taps:
+            tapped[i] = x
+    empty = jnp.zeros((*token.shape, 0), jnp.float32)
+    return Rows(
+        hidden=rms_norm(x, params["norm_E"], cfg.norm_eps),
+        taps=jnp.concatenate([tapped[i] for i in taps], -1) if taps else empty,
+        k=jnp.stack(keys),
+        v=jnp.stack(values),
+    )
+
+
+def forward_sequences(
+    params: dict[str, Any],
+    cfg: ModelConfig,
+    token_NS: Int[Array, "N S"],
+    valid_NS: Bool[Array, "N S"],
+    taps: tuple[int, ...] = (),
+) -> Rows:
+    """Whole sequences without a cache (training features, parity tests)."""
+    position_NS = jnp.broadcast_to(jnp.arange(token_NS.shape[1]), token_NS.shape)
+    mask_NSS = causal_mask(valid_NS)
+
+    def attend_layer(layer: int, q: Array, k: Array, v: Array) -> Array:
+        del layer
+        return attend(q, k, v, mask_NSS)
+
+    return forward(params, cfg, token_NS, position_NS, attend_layer, taps)

@@ -1,0 +1,183 @@
+"""The DFlash v1 drafter: a whole block of drafts in one forward pass.
+
+Source: DFlash (arXiv 2602.06036), in the layout of the z-lab checkpoints. Hidden
+states of a few target layers, taken when the target processed a token, are projected
+once and enter every drafter layer as keys and values; the block `[anchor, mask, ...]`
+asks the questions. Embedding and LM head are the target's.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from dcut_jax.config import DrafterConfig
+from dcut_jax.models.attention import attend
+from dcut_jax.models.cache import read_slots
+from dcut_jax.models.dense import embed, layer_specs
+from dcut_jax.models.layers import (
+    attention_inputs,
+    key_value,
+    project,
+    rms_norm,
+    swiglu,
+)
+from dcut_jax.models.params import ParamSpec
+
+Attend = Callable[[int, Array, Array, Array], Array]
+
+
+def specs(cfg: DrafterConfig) -> dict[str, Any]:
+    """Every parameter of a drafter."""
+    taps = len(cfg.target_layers) * cfg.embed
+    norm = ParamSpec((cfg.embed,), ("embed",), None)
+    return {
+        "fc_CE": ParamSpec((taps, cfg.embed), ("taps", "embed"), taps),
+        "hidden_norm_E": norm,
+        "layers": tuple(layer_specs(cfg, qk_norm=True) for _ in range(cfg.layers)),
+        "norm_E": norm,
+    }
+
+
+def context(
+    params: dict[str, Any], cfg: DrafterConfig, taps: Float[Array, "*N C"]
+) -> Float[Array, "*N E"]:
+    """Projects tapped features to the rows that every layer sees as context."""
+    return rms_norm(project(taps, params["fc_CE"]), params["hidden_norm_E"], cfg.norm_eps)
+
+
+def context_kv(
+    params: dict[str, Any],
+    cfg: DrafterConfig,
+    ctx: Float[Array, "*N E"],
+    position: Int[Array, "*N"],
+) -> tuple[Float[Array, "Y *N G D"], Float[Array, "Y *N G D"]]:
+    """Keys (rotated) and values of context rows, in every layer.
+
+    Context does not pass through a layer's input norm, so this depends on nothing but
+    the row itself and is cached as soon as the target has processed the token.
+    """
+    pairs = [
+        key_value(ctx, layer, position, cfg.rope, cfg.norm_eps)
+        for layer in params["layers"]
+    ]
+    return jnp.stack([k for k, _ in pairs]), jnp.stack([v for _, v in pairs])
+
+
+def block_mask(cfg: DrafterConfig, layer: int, rows: int) -> Bool[Array, "W W"]:
+    """Which rows of its block a row sees in a layer (query first).
+
+    Source: `dflash` 0.1.0. A sliding layer's window bounds the block part too, on
+    both sides where the layer is not causal.
+    """
+    ahead_WW = jnp.arange(rows)[:, None] - jnp.arange(rows)[None, :]
+    seen_WW = jnp.ones((rows, rows), bool)
+    if cfg.causal[layer]:
+        seen_WW &= ahead_WW >= 0
+    window = layer_window(cfg, layer)
+    if window is not None:
+        seen_WW &= jnp.abs(ahead_WW) < window
+    return seen_WW
+
+
+def layer_window(cfg: DrafterConfig, layer: int) -> int | None:
+    """The window of a sliding layer, None for full attention."""
+    return cfg.window if cfg.layer_types[layer] == "sliding_attention" else None
+
+
+def block_rows(cfg: DrafterConfig, width: int) -> int:
+    """Rows of a block that drafts `width` tokens."""
+    return width if cfg.sample_from_anchor else width + 1
+
+
+def block_tokens(
+    cfg: DrafterConfig, anchor: Int[Array, "*N"], width: int
+) -> Int[Array, "*N W"]:
+    """`[anchor, mask, ..., mask]`, enough rows for `width` drafts."""
+    if not 1 <= width <= cfg.max_drafts:
+        raise ValueError(
+            f"width {width} is outside 1..{cfg.max_drafts}, the drafts of a block of "
+            f"{cfg.block}"
+        )
+    masks = block_rows(cfg, width) - 1
+    return jnp.pad(
+        anchor[..., None],
+        [(0, 0)] * anchor.ndim + [(0, masks)],
+        constant_values=cfg.mask_token,
+    )
+
+
+def block_layers(
+    params: dict[str, Any],
+    cfg: DrafterConfig,
+    x: Float[Array, "*N E"],
+    position: Int[Array, "*N"],
+    attend_layer: Attend,
+) -> Float[Array, "*N E"]:
+    """Runs block rows through the layers and the final norm.
+
+    Args:
+      x: embedded block tokens.
+      attend_layer: from `(layer, q_NHD, k_NGD, v_NGD)` of the block rows to the
+        attention output `[*N, H, D]`. It alone knows the context.
+    """
+    for i, layer in enumerate(params["layers"]):
+        with jax.named_scope(f"draft_layer_{i}"):
+            h = rms_norm(x, layer["attention_norm_E"], cfg.norm_eps)
+            q, k, v = attention_inputs(h, layer, position, cfg.rope, cfg.norm_eps)
+            x = x + project(attend_layer(i, q, k, v), layer["o_HDE"], contract=2)
+            x = x + swiglu(rms_norm(x, layer["mlp_norm_E"], cfg.norm_eps), layer)
+    return rms_norm(x, params["norm_E"], cfg.norm_eps)
+
+
+def draft_slots(
+    cfg: DrafterConfig, hidden: Float[Array, "*N W E"]
+) -> Float[Array, "*N K E"]:
+    """The rows of a block that draft: all but the anchor's, by default."""
+    return hidden if cfg.sample_from_anchor else hidden[..., 1:, :]
+
+
+def block_forward(
+    params: dict[str, Any],
+    cfg: DrafterConfig,
+    embed_VE: Float[Array, "V E"],
+    anchor_B: Int[Array, "B"],
+    start_B: Int[Array, "B"],
+    kv: Float[Array, "Y 2 B G L D"],
+    width: int,
+) -> Float[Array, "B K E"]:
+    """Hidden states of `width` draft slots per request, ready for the LM head.
+
+    Nothing is written: keys and values of the block exist only inside this call.
+
+    Args:
+      embed_VE: the target's embedding.
+      anchor_B: last committed token of each request.
+      start_B: its position, which is also the number of context rows in the cache.
+      kv: cached `context_kv`, laid out as in `models.cache`.
+      width: drafts wanted, `1..cfg.max_drafts`. On non-causal layers the drafts of a
+        narrow block need not be a prefix of a wide block's.
+
+    Raises:
+      ValueError: `width` is out of range.
+    """
+    token_BW = block_tokens(cfg, anchor_B, width)
+    B, W = token_BW.shape
+    position_BW = start_B[:, None] + jnp.arange(W)[None, :]
+
+    def attend_layer(i: int, q: Array, k: Array, v: Array) -> Array:
+        return attend(
+            q,
+            k,
+            v,
+            jnp.broadcast_to(block_mask(cfg, i, W)[None], (B, W, W)),
+            read_slots(kv, i, start_B),
+            position_BJ=position_BW,
+            window=layer_window(cfg, i),
+        )
+
+    x_BWE = embed(token_BW, embed_VE)
+    hidden_BWE = block_layers(params, cfg, x_BWE, position_BW, attend_layer)
+    return draft_slots(cfg, hidden_BWE)

@@ -1,0 +1,73 @@
+"""Parameters declared once: shape, logical axes and dtype, and what reads them.
+
+The same declaration serves random initialisation, loading, restore targets and byte
+counts.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dcut_jax.axes import LogicalAxis
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One parameter; unregistered, so `jax.tree.map` sees a leaf.
+
+    `fan_in` scales the random initialisation by `1 / sqrt(fan_in)`; None means a norm
+    weight, which starts at one.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[LogicalAxis, ...]
+    fan_in: int | None
+
+    def __post_init__(self) -> None:
+        assert len(self.shape) == len(self.axes), (self.shape, self.axes)
+
+
+def abstract(specs: Any, dtype: jnp.dtype) -> Any:
+    """Shapes and dtypes of `specs` as `jax.ShapeDtypeStruct` leaves."""
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, dtype), specs)
+
+
+def init(specs: Any, key: jax.Array, dtype: jnp.dtype) -> Any:
+    """Draws parameters for `specs`, one random key per leaf."""
+    leaves, treedef = jax.tree.flatten(specs)
+    keys = jax.random.split(key, len(leaves))
+
+    def draw(spec: ParamSpec, k: jax.Array) -> jax.Array:
+        if spec.fan_in is None:
+            return jnp.ones(spec.shape, dtype)
+        scale = 1 / math.sqrt(spec.fan_in)
+        return (jax.random.normal(k, spec.shape) * scale).astype(dtype)
+
+    return treedef.unflatten([draw(s, k) for s, k in zip(leaves, keys, strict=True)])
+
+
+def count(specs: Any) -> int:
+    """Number of scalars in `specs`."""
+    return sum(math.prod(s.shape) for s in jax.tree.leaves(specs))
+
+
+def cast(params: Any, dtype: jnp.dtype) -> Any:
+    """The same tree in another dtype."""
+    return jax.tree.map(lambda p: jnp.asarray(p, dtype), params)
+
+
+def flatten_names(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted names of a tree of dicts and tuples: `layers.3.q_EHD`."""
+    out: dict[str, Any] = {}
+    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
+    for key, value in items:
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping | tuple | list):
+            out |= flatten_names(value, f"{name}.")  # type: ignore[arg-type]
+        else:
+            out[name] = value
+    return out
