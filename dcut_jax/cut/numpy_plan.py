@@ -44,7 +44,8 @@ def plan_numpy(
     survival_BK = np.asarray(log_survival_BK, np.float32)
     active_B = np.asarray(active_B, bool)
     rows_R, cost_ms_R = np.asarray(rows_R), np.asarray(cost_ms_R, np.float64)
-    check(survival_BK, active_B, rows_R, cost_ms_R, objective, ratios)
+    check_inputs(survival_BK, active_B, rows_R, cost_ms_R)
+    check_options(objective, ratios, tiers=rows_R.size)
 
     active = int(active_B.sum())
     ranked = rank(survival_BK, active_B)
@@ -60,11 +61,11 @@ def plan_numpy(
         budget_R = np.clip(wanted_R, 0, selectable)
 
     fits_R = (budget_R >= 0) & (active + budget_R <= rows_R)
+    budget_R = np.where(fits_R, budget_R, 0)
     anchors = active if objective == "tokens" else 0
-    yield_R = anchors + gains[np.maximum(budget_R, 0)]
-    utility_R = np.where(fits_R, yield_R / cost_ms_R, -np.inf)
+    utility_R = np.where(fits_R, (anchors + gains[budget_R]) / cost_ms_R, -np.inf)
     tier = int(np.argmax(utility_R))  # the first, so the narrowest
-    budget = max(0, int(budget_R[tier]))
+    budget = int(budget_R[tier])
     keep_B = np.bincount(ranked.owner_N[:budget], minlength=active_B.size)
     return NumpyPlan(
         keep_B=keep_B.astype(np.int32),
@@ -97,15 +98,13 @@ def ratio_fractions(ratios: tuple[float, ...]) -> tuple[list[int], list[int]]:
     return [f.numerator for f in fractions], [f.denominator for f in fractions]
 
 
-def check(
+def check_inputs(
     survival_BK: np.ndarray,
     active_B: np.ndarray,
     rows_R: np.ndarray,
     cost_ms_R: np.ndarray,
-    objective: str,
-    ratios: tuple[float, ...] | None,
 ) -> None:
-    """Raises for what no plan can be made from."""
+    """Raises for arrays that no plan can be made from."""
     if survival_BK.ndim != 2 or active_B.shape != survival_BK.shape[:1]:
         raise ValueError(
             f"expected log_survival_BK [B, K] and active_B [B], got "
@@ -131,13 +130,19 @@ def check(
             f"expected finite costs above 0 ms, got {cost_ms_R.tolist()} for tiers of "
             f"{rows_R.tolist()} rows; measure the missing ones"
         )
+
+
+def check_options(
+    objective: str, ratios: tuple[float, ...] | None, *, tiers: int
+) -> None:
+    """Raises for options that make no sense, alone or for this many tiers."""
     if objective not in get_args(Objective):
         raise ValueError(
             f"{objective=} is unknown; choose one of {get_args(Objective)}"
         )
     if ratios is not None and (
-        len(ratios) != rows_R.size or not all(0 < ratio <= 1 for ratio in ratios)
+        len(ratios) != tiers or not all(0 < ratio <= 1 for ratio in ratios)
     ):
         raise ValueError(
-            f"expected {rows_R.size} ratios in (0, 1], one per tier, got {ratios}"
+            f"expected {tiers} ratios in (0, 1], one per tier, got {ratios}"
         )

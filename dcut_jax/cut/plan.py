@@ -7,7 +7,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
-from dcut_jax.cut.numpy_plan import Objective, ratio_fractions
+from dcut_jax.cut.numpy_plan import Objective, check_options, ratio_fractions
 from pallas_kernels import Backend
 from pallas_kernels.budget_topk import budget_topk
 
@@ -55,12 +55,16 @@ def plan(
       backend: see `budget_topk`.
 
     Returns:
-      A plan with A + budget <= rows_R[tier]. If no tier can be run: tier 0, and -inf
-      throughout `utility_R`.
+      A plan with A + budget <= rows_R[tier]. If no tier can be run: tier 0, nothing
+      kept, and -inf throughout `utility_R`.
+
+    Raises:
+      ValueError: an unknown objective, or ratios that are not one per tier in (0, 1].
 
     Source: D-Cut (arXiv 2607.14647), objective U, in draft indexing. The paper's code
     leaves the anchors out of it and has four fixed ratios in place of tiers.
     """
+    check_options(objective, ratios, tiers=rows_R.shape[0])
     active_count = jnp.sum(active_B, dtype=jnp.int32)
     selectable = selectable_drafts(log_survival_BK, active_B)
     if ratios is None:
@@ -69,14 +73,15 @@ def plan(
         width = log_survival_BK.shape[1] + 1
         wanted_R = paper_budgets(ratios, active_count, width)
         budget_R = jnp.minimum(wanted_R, selectable)
-    topk = budget_topk(log_survival_BK, active_B, budget_R, backend=backend)
+    fits_R = (budget_R >= 0) & (active_count + budget_R <= rows_R)
+    feasible_R = fits_R & jnp.isfinite(cost_ms_R) & (cost_ms_R > 0)
+    budget_R = jnp.where(feasible_R, budget_R, 0)
 
+    topk = budget_topk(log_survival_BK, active_B, budget_R, backend=backend)
     yield_R = topk.gain_R
     if objective == "tokens":
         yield_R += active_count.astype(jnp.float32)
-    fits_R = (budget_R >= 0) & (active_count + budget_R <= rows_R)
-    priced_R = jnp.isfinite(cost_ms_R) & (cost_ms_R > 0)
-    utility_R = jnp.where(fits_R & priced_R, yield_R / cost_ms_R, -jnp.inf)
+    utility_R = jnp.where(feasible_R, yield_R / cost_ms_R, -jnp.inf)
     tier = jnp.argmax(utility_R).astype(jnp.int32)  # the first, so the narrowest
     keep_B = topk.keep_RB[tier]
     return Plan(

@@ -8,6 +8,7 @@ gathered. A request with `n` rows needs `ceil(n / J) - 1` of those, so
 `O = (T - B) // J` is always enough.
 """
 
+import math
 from dataclasses import dataclass
 
 import flax.struct
@@ -47,6 +48,21 @@ def layout(slots: int, rows: int, width: int) -> Layout:
 
     group = min(range(1, width + 1), key=cost)
     return Layout(slots, rows, width, group, overflow(group))
+
+
+def tier_rows(slots: int, width: int, factors: tuple[float, ...]) -> tuple[int, ...]:
+    """Row counts of the tiers: `slots` times each factor, from anchors to full width.
+
+    Raises:
+      ValueError: for a factor outside `1..width`.
+    """
+    outside = [f for f in factors if not 1 <= f <= width]
+    if outside:
+        raise ValueError(
+            f"tier factors are rows per request, 1 to {width} here; found {outside}"
+        )
+    ends = {slots, slots * width}
+    return tuple(sorted(ends | {math.ceil(slots * f) for f in factors}))
 
 
 @flax.struct.dataclass

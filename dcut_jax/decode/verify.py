@@ -3,19 +3,19 @@
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from dcut_jax.config import ModelConfig
 from dcut_jax.decode.pack import Layout, Packed, groups, unpack
 from dcut_jax.models import dense
 from dcut_jax.models.attention import attend
-from dcut_jax.models.cache import read_owners, read_slot, read_slots
+from dcut_jax.models.cache import KvCache, read_owners, read_slot, read_slots
 
 
 def verify_rows(
     params: dict[str, Any],
     cfg: ModelConfig,
-    kv: Float[Array, "Y 2 B G L D"],
+    kv: KvCache,
     token_T: Int[Array, "T"],
     length_B: Int[Array, "B"],
     packed: Packed,
@@ -31,9 +31,7 @@ def verify_rows(
     group = groups(packed, lay)
     position_T = length_B[packed.owner_T] + packed.offset_T
     slot_W = jnp.arange(width)
-    first_BJ = jnp.broadcast_to(
-        jnp.arange(lay.group)[None, :], (lay.slots, lay.group)
-    )
+    first_BJ = jnp.broadcast_to(jnp.arange(lay.group)[None, :], (lay.slots, lay.group))
     mask_BJW = slot_W[None, None, :] <= first_BJ[:, :, None]
     mask_OJW = slot_W[None, None, :] <= group.offset_OJ[:, :, None]
 
@@ -66,7 +64,7 @@ def verify_rows(
 def prefill_rows(
     params: dict[str, Any],
     cfg: ModelConfig,
-    kv: Float[Array, "Y 2 B G L D"],
+    kv: KvCache,
     token_P: Int[Array, "P"],
     slot: Int[Array, ""],
     length: Int[Array, ""],

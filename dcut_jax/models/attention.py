@@ -21,7 +21,7 @@ class CachedContext:
     """The cached part of the keys and values.
 
     Attributes:
-      read: from a first position to `k_BGCD, v_BGCD` of the next `chunk` positions.
+      read: from a first position to `k_BGDC, v_BGCD` of the next `chunk` positions.
       length_B: cached positions of each request; only these are seen.
       chunk: positions read at a time; divides the cache's capacity.
     """
@@ -31,11 +31,11 @@ class CachedContext:
     chunk: int
 
 
-def _scores(q_BGXD: Array, k_BGCD: Array) -> Array:
+def _scores(q_BGXD: Array, k_BGDC: Array) -> Array:
     return lax.dot_general(
-        q_BGXD.astype(k_BGCD.dtype),
-        k_BGCD,
-        (((3,), (3,)), ((0, 1), (0, 1))),
+        q_BGXD.astype(k_BGDC.dtype),
+        k_BGDC,
+        (((3,), (2,)), ((0, 1), (0, 1))),
         preferred_element_type=jnp.float32,
     )
 
@@ -99,7 +99,7 @@ def attend(
 
     # Fresh keys first: every query sees one, so the running maximum is finite.
     s_BGXS = jnp.where(
-        per_query(mask_BJS), _scores(q_BGXD, k_BSGD.swapaxes(1, 2)), -jnp.inf
+        per_query(mask_BJS), _scores(q_BGXD, k_BSGD.transpose(0, 2, 3, 1)), -jnp.inf
     )
     m_BGX1 = jnp.max(s_BGXS, axis=-1, keepdims=True)
     p_BGXS = jnp.exp(s_BGXS - m_BGX1)
@@ -114,15 +114,13 @@ def attend(
 
         def step(i, carry):
             start = i * cached.chunk
-            k_BGCD, v_BGCD = cached.read(start)
+            k_BGDC, v_BGCD = cached.read(start)
             position_11C = (start + jnp.arange(cached.chunk))[None, None, :]
-            seen = jnp.broadcast_to(
-                position_11C < length_B11, (B, J, cached.chunk)
-            )
+            seen = jnp.broadcast_to(position_11C < length_B11, (B, J, cached.chunk))
             if window is not None:
                 assert position_BJ is not None, "a window needs query positions"
                 seen &= position_BJ[:, :, None] - position_11C < window
-            return merge(carry, _scores(q_BGXD, k_BGCD), per_query(seen), v_BGCD)
+            return merge(carry, _scores(q_BGXD, k_BGDC), per_query(seen), v_BGCD)
 
         chunks = (jnp.max(cached.length_B) + cached.chunk - 1) // cached.chunk
         carry = lax.fori_loop(0, chunks, step, carry)
@@ -130,7 +128,9 @@ def attend(
     _, l_BGX1, acc_BGXD = carry
     out_BGXD = acc_BGXD / l_BGX1
     return (
-        out_BGXD.reshape(B, G, repeat, J, D).transpose(0, 3, 1, 2, 4).reshape(B, J, H, D)
+        out_BGXD.reshape(B, G, repeat, J, D)
+        .transpose(0, 3, 1, 2, 4)
+        .reshape(B, J, H, D)
     )
 
 
@@ -140,5 +140,3 @@ def causal_mask(valid_NS: Bool[Array, "N S"]) -> Bool[Array, "N S S"]:
     before_SS = jnp.tril(jnp.ones((S, S), bool))
     # The diagonal stays visible on padding, so that its softmax is defined.
     return before_SS[None] & (valid_NS[:, None, :] | jnp.eye(S, dtype=bool)[None])
-
-

@@ -45,7 +45,9 @@ def context(
     params: dict[str, Any], cfg: DrafterConfig, taps: Float[Array, "*N C"]
 ) -> Float[Array, "*N E"]:
     """Projects tapped features to the rows that every layer sees as context."""
-    return rms_norm(project(taps, params["fc_CE"]), params["hidden_norm_E"], cfg.norm_eps)
+    return rms_norm(
+        project(taps, params["fc_CE"]), params["hidden_norm_E"], cfg.norm_eps
+    )
 
 
 def context_kv(

@@ -54,9 +54,7 @@ def _project_backward(contract: int, saved: tuple[Array, Array], grad: Array):
         preferred_element_type=jnp.float32,
     )
     # In float32, since sums over many rows are no faster in bfloat16 on CPU.
-    grad_weight = lax.dot_general(
-        x.astype(jnp.float32), grad, ((rows, rows), ((), ()))
-    )
+    grad_weight = lax.dot_general(x.astype(jnp.float32), grad, ((rows, rows), ((), ())))
     return grad_x.astype(x.dtype), grad_weight.astype(weight.dtype)
 
 

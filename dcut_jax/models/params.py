@@ -5,7 +5,7 @@ counts.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,14 +60,18 @@ def cast(params: Any, dtype: jnp.dtype) -> Any:
     return jax.tree.map(lambda p: jnp.asarray(p, dtype), params)
 
 
-def flatten_names(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_names(
+    tree: Mapping[str, Any] | Sequence[Any], prefix: str = ""
+) -> dict[str, Any]:
     """Dotted names of a tree of dicts and tuples: `layers.3.q_EHD`."""
     out: dict[str, Any] = {}
-    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
+    items: Iterable[tuple[Any, Any]] = (
+        tree.items() if isinstance(tree, Mapping) else enumerate(tree)
+    )
     for key, value in items:
         name = f"{prefix}{key}"
         if isinstance(value, Mapping | tuple | list):
-            out |= flatten_names(value, f"{name}.")  # type: ignore[arg-type]
+            out |= flatten_names(value, f"{name}.")
         else:
             out[name] = value
     return out

@@ -153,9 +153,7 @@ def block_hidden(
     position_NAW = blocks.anchor_NA[..., None] + jnp.arange(W)[None, None, :]
 
     def attend_layer(i: int, q: Array, k: Array, v: Array) -> Array:
-        return _block_attention(
-            cfg, i, blocks, q, k, v, k_YNSGD[i], v_YNSGD[i], dtype
-        )
+        return _block_attention(cfg, i, blocks, q, k, v, k_YNSGD[i], v_YNSGD[i], dtype)
 
     x_NAWE = embed(token_NAW, embed_VE)
     hidden = drafter.block_layers(params, cfg, x_NAWE, position_NAW, attend_layer)
@@ -167,25 +165,34 @@ def cross_entropy(
     hidden_XE: Float[Array, "X E"],
     head_ME: Float[Array, "M E"],
     label_X: Int[Array, "X"],
+    bias_M: Float[Array, "M"] | None = None,
 ) -> Float[Array, "X"]:
-    """`-log softmax(hidden @ head.T)[label]` per row, differentiable in `hidden`.
+    """`-log softmax(hidden @ head.T + bias)[label]`, differentiable in `hidden`.
 
     The head is frozen and gets no gradient, so the gradient of a row is the mean head
     row under the softmax minus the label's, which the forward pass can form while it
     has the logits at hand: nothing of size `X * M` is kept for the backward pass.
     """
-    return _cross_entropy(hidden_XE, head_ME, label_X, False)[0]
+    return _cross_entropy(hidden_XE, head_ME, label_X, bias_M, False)[0]
 
 
 def _cross_entropy(
-    hidden_XE: Array, head_ME: Array, label_X: Array, gradient: bool
+    hidden_XE: Array,
+    head_ME: Array,
+    label_X: Array,
+    bias_M: Array | None,
+    gradient: bool,
 ) -> tuple[Array, Array | None]:
     logit_XM = logits(hidden_XE, head_ME)
+    if bias_M is not None:
+        logit_XM = logit_XM + bias_M[None, :]
     log_total_X1 = jax.nn.logsumexp(logit_XM, axis=-1, keepdims=True)
     label_XE = head_ME[label_X]
     # The label's logit with the operands that made the others.
     read_XE = hidden_XE.astype(head_ME.dtype).astype(jnp.float32)
     label_logit_X = jnp.sum(read_XE * label_XE.astype(jnp.float32), axis=-1)
+    if bias_M is not None:
+        label_logit_X = label_logit_X + bias_M[label_X]
     nll_X = log_total_X1[:, 0] - label_logit_X
     if not gradient:
         return nll_X, None
@@ -196,12 +203,14 @@ def _cross_entropy(
     return nll_X, mean_XE - label_XE.astype(jnp.float32)
 
 
-def _cross_entropy_forward(hidden_XE: Array, head_ME: Array, label_X: Array):
-    return _cross_entropy(hidden_XE, head_ME, label_X, True)
+def _cross_entropy_forward(
+    hidden_XE: Array, head_ME: Array, label_X: Array, bias_M: Array | None = None
+):
+    return _cross_entropy(hidden_XE, head_ME, label_X, bias_M, True)
 
 
 def _cross_entropy_backward(grad_XE: Array, grad_X: Array):
-    return grad_XE * grad_X[:, None], None, None
+    return grad_XE * grad_X[:, None], None, None, None
 
 
 cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
@@ -214,10 +223,13 @@ class Shortlist:
     Attributes:
       word_M: its tokens, without repeats; every label of the step is among them.
       place_V: a token's index in `word_M` (anything for tokens outside).
+      bias_M: added to the logits: minus the log of the chance a word had to be drawn, so
+        that those drawn at random also stand for those that were not.
     """
 
     word_M: Int[Array, "M"]
     place_V: Int[Array, "V"]
+    bias_M: Float[Array, "M"]
 
 
 def block_loss(
@@ -238,22 +250,50 @@ def block_loss(
       embed_VE, head_VE: the target's, frozen.
       width: drafts per block; fewer than the full block train its narrow form.
       gamma: slot `k >= 1` weighs `exp(-(k - 1) / gamma)`.
-      shortlist: if given, softmax runs over its words only, a lower bound of the loss.
+      shortlist: if given, softmax runs over its words only.
       compute_dtype: what products read; they accumulate in float32 in any case.
     """
     hidden_NAKE = block_hidden(
         cast(params, compute_dtype), cfg, embed_VE, blocks, width, compute_dtype
     )
     label_NAK, there_NAK = labels(cfg, blocks, width)
-    head_ME = head_VE
+    head_ME, bias_M = head_VE, None
     if shortlist is not None:
+        bias_M = shortlist.bias_M
         head_ME = head_VE[shortlist.word_M]
         label_NAK = shortlist.place_V[label_NAK]
     nll_X = cross_entropy(
         hidden_NAKE.reshape(-1, cfg.embed),
         head_ME.astype(compute_dtype),
         label_NAK.reshape(-1),
+        bias_M,
     )
-    weight_NAK = there_NAK.astype(jnp.float32) * slot_weights(width, gamma)[None, None, :]
+    weight_NAK = (
+        there_NAK.astype(jnp.float32) * slot_weights(width, gamma)[None, None, :]
+    )
     total = jnp.maximum(jnp.sum(weight_NAK), 1e-6)
     return jnp.sum(nll_X.reshape(weight_NAK.shape) * weight_NAK) / total
+
+
+def block_matches(
+    params: dict[str, Any],
+    cfg: DrafterConfig,
+    embed_VE: Float[Array, "V E"],
+    head_VE: Float[Array, "V E"],
+    blocks: Blocks,
+    width: int,
+    compute_dtype: jnp.dtype = jnp.float32,
+) -> tuple[Bool[Array, "N A K"], Bool[Array, "N A K"]]:
+    """Whether each draft is the document's token, and whether there is such a token.
+
+    Over the whole vocabulary. Where the documents are the target's greedy text, these
+    are the acceptances of greedy decoding.
+    """
+    hidden_NAKE = block_hidden(
+        cast(params, compute_dtype), cfg, embed_VE, blocks, width, compute_dtype
+    )
+    label_NAK, there_NAK = labels(cfg, blocks, width)
+    head = head_VE.astype(compute_dtype)
+    # One document at a time: logits of all would not fit.
+    draft_NAK = lax.map(lambda h: jnp.argmax(logits(h, head), axis=-1), hidden_NAKE)
+    return (draft_NAK == label_NAK) & there_NAK, there_NAK

@@ -25,18 +25,9 @@ from dcut_jax.config import (
 )
 from dcut_jax.models.drafter import specs
 from dcut_jax.models.params import ParamSpec, flatten_names
-try:  # TEMPORARY until the colleague's files are there
-    from dcut_jax.weights.errors import CheckpointError
-    from dcut_jax.weights.safetensors_io import read_tensors, write_tensors
-except ImportError:
-    from safetensors.numpy import load_file as read_tensors
-    from safetensors.numpy import save_file
 
-    class CheckpointError(ValueError):
-        pass
-
-    def write_tensors(path, tensors):
-        save_file(tensors, path)
+from dcut_jax.weights.errors import CheckpointError
+from dcut_jax.weights.safetensors_io import read_tensors, write_tensors
 
 ARCHITECTURE = "DFlashDraftModel"
 WEIGHTS = "model.safetensors"

@@ -118,6 +118,13 @@ class TestByHand:
         assert (made.tier, made.budget) == (0, 0)
         assert made.utility_R.tolist() == [-np.inf]
 
+    @pytest.mark.parametrize(
+        "options", [{"objective": "speed"}, {"ratios": (1.0,)}, {"ratios": (0.5, 2.0)}]
+    )
+    def test_senseless_options_are_refused(self, options):
+        with pytest.raises((ValueError, TypeError), match="|".join(options)):
+            run(PAIR_BK, [True, True], [2, 8], [1.0, 2.0], **options)
+
 
 class TestBudgets:
     def test_drafts_fill_a_tier_beside_its_anchors(self):
@@ -174,6 +181,7 @@ class TestBudgets:
     def test_paper_mode_needs_the_rows(self):
         made = run(PAIR_BK, [True, True], [2, 5], [1.0, 1.0], ratios=(0.5, 1.0))
         assert made.utility_R.tolist() == [-np.inf, -np.inf]
+        assert (made.tier, made.budget) == (0, 0)
 
 
 @pytest.mark.parametrize("objective", ["tokens", "paper"])
@@ -193,8 +201,7 @@ def test_matches_numpy_and_holds_the_invariants(objective, ratios, backend):
         np.testing.assert_array_equal(made.keep_B, want.keep_B)
         assert (made.tier, made.budget) == (want.tier, want.budget)
         np.testing.assert_allclose(made.gain, want.gain, rtol=1e-6)
-        if np.isfinite(made.utility_R).any():
-            assert active_B.sum() + made.budget <= rows_R[made.tier]
+        assert made.budget == 0 or active_B.sum() + made.budget <= rows_R[made.tier]
         assert made.keep_B.sum() == made.budget
         known_B = np.cumprod(~np.isnan(survival_BK), axis=1).sum(axis=1)
         assert (made.keep_B <= np.where(active_B, known_B, 0)).all()

@@ -1,0 +1,193 @@
+"""The cost table: measured step times, their fingerprint, and how they are read.
+
+Imports nothing but NumPy, so that another engine can read a table without JAX.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+VERSION = 1
+HOW_TO_MEASURE = "measure one with `python -m dcut_jax.cost.profile`"
+
+
+class CostError(ValueError):
+    """A cost that is missing, not usable, or measured somewhere else."""
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Where and on what a table was measured. Any difference refuses the table.
+
+    Attributes:
+      device_kind, device_count: as JAX names them; `host` is the CPU model on a CPU.
+      mesh: axis names and sizes; `strategy` is how the models are laid out on it.
+      target, drafter: identities of the checkpoints (`drafter` is "" without one).
+      dtype, draft_dtype, cache_dtype: of weights and caches.
+      positions: cached positions of a slot.
+      jax: version.
+    """
+
+    device_kind: str
+    device_count: int
+    host: str
+    mesh: tuple[tuple[str, int], ...]
+    strategy: str
+    target: str
+    drafter: str
+    dtype: str
+    draft_dtype: str
+    cache_dtype: str
+    positions: int
+    jax: str
+
+    def differences(self, other: "Fingerprint") -> list[str]:
+        """`field: self, other` of every field that differs."""
+        pairs = [
+            (f.name, getattr(self, f.name), getattr(other, f.name))
+            for f in fields(self)
+        ]
+        return [f"{name}: {a!r}, here {b!r}" for name, a, b in pairs if a != b]
+
+
+Samples = Mapping[tuple[int, ...], tuple[float, ...]]
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Raw samples in ms; medians are derived when a cost is asked for.
+
+    Attributes:
+      draft: by (slots, width, context).
+      verify: by (slots, rows, widest request, context): the target's pass, acceptance
+        and the commit of caches.
+      plan: by (slots,): planning, packing and the read-back that AR does without.
+    """
+
+    fingerprint: Fingerprint
+    draft: Samples
+    verify: Samples
+    plan: Samples
+
+    def __post_init__(self) -> None:
+        for name in ("draft", "verify", "plan"):
+            for key, samples in getattr(self, name).items():
+                if not samples or not all(np.isfinite(s) and s > 0 for s in samples):
+                    raise CostError(
+                        f"{name} time of {key}: expected finite samples above 0 ms, "
+                        f"found {samples}; {HOW_TO_MEASURE}"
+                    )
+
+    def require(self, here: Fingerprint) -> "CostTable":
+        """Returns the table; raises CostError where it was not measured here."""
+        differences = self.fingerprint.differences(here)
+        if differences:
+            raise CostError(
+                "this cost table was measured elsewhere (table, here): "
+                + "; ".join(differences)
+                + f"; {HOW_TO_MEASURE}"
+            )
+        return self
+
+    @cached_property
+    def _medians(self) -> dict[str, dict[tuple[int, ...], float]]:
+        return {
+            name: {k: float(np.median(v)) for k, v in getattr(self, name).items()}
+            for name in ("draft", "verify", "plan")
+        }
+
+    def _at(self, name: str, key: tuple[int, ...], context: float) -> float:
+        """Median at `key`, linear between profiled contexts, constant outside."""
+        found = {k[-1]: v for k, v in self._medians[name].items() if k[:-1] == key}
+        if not found:
+            known = sorted({k[:-1] for k in self._medians[name]})
+            raise CostError(
+                f"no {name} time for {key}; known: {known}; {HOW_TO_MEASURE}"
+            )
+        contexts = sorted(found)
+        return float(np.interp(context, contexts, [found[c] for c in contexts]))
+
+    def draft_ms(self, slots: int, width: int, context: float) -> float:
+        """Time of drafting `width` tokens for every slot."""
+        return self._at("draft", (slots, width), context)
+
+    def verify_ms(self, slots: int, rows: int, width: int, context: float) -> float:
+        """Time of verifying `rows` rows, at most `width` of one request."""
+        return self._at("verify", (slots, rows, width), context)
+
+    def plan_ms(self, slots: int) -> float:
+        """Time of planning and of everything else that AR decoding does not do."""
+        found = self._medians["plan"].get((slots,))
+        if found is None:
+            raise CostError(f"no plan time for {slots} slots; {HOW_TO_MEASURE}")
+        return found
+
+    def covers(self, slots: int) -> bool:
+        """Whether a batch size was profiled."""
+        return (slots,) in self.plan
+
+    def merged(self, other: "CostTable") -> "CostTable":
+        """Both tables' cells; `other` wins where both have one."""
+        other.require(self.fingerprint)
+        return CostTable(
+            self.fingerprint,
+            {**self.draft, **other.draft},
+            {**self.verify, **other.verify},
+            {**self.plan, **other.plan},
+        )
+
+    def save(self, path: Path) -> None:
+        """Writes JSON; a reader never sees half a file."""
+        data = {
+            "version": VERSION,
+            "fingerprint": asdict(self.fingerprint),
+            **{
+                name: [
+                    [list(k), list(v)] for k, v in sorted(getattr(self, name).items())
+                ]
+                for name in ("draft", "verify", "plan")
+            },
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(data))
+        part.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> "CostTable":
+        """Reads what `save` wrote.
+
+        Raises:
+          CostError: naming the file, if it is not such a table.
+        """
+        try:
+            data: dict[str, Any] = json.loads(path.read_text())
+            if data["version"] != VERSION:
+                raise CostError(
+                    f"{path}: table version {data['version']}, expected {VERSION}; "
+                    f"{HOW_TO_MEASURE}"
+                )
+            print_ = dict(data["fingerprint"])
+            print_["mesh"] = tuple((str(a), int(n)) for a, n in print_["mesh"])
+            tables = {
+                name: {tuple(k): tuple(v) for k, v in data[name]}
+                for name in ("draft", "verify", "plan")
+            }
+            return cls(Fingerprint(**print_), **tables)
+        except (KeyError, TypeError, json.JSONDecodeError) as e:
+            raise CostError(
+                f"{path} is not a cost table ({e}); {HOW_TO_MEASURE}"
+            ) from e
+
+
+def cheapest_wide_enough(cost_ms_R: np.ndarray) -> np.ndarray:
+    """Monotone in rows: what the cheapest tier at least as wide costs.
+
+    On some machines 4 rows cost less than 2; then a step of 2 is run as 4.
+    """
+    return np.minimum.accumulate(cost_ms_R[::-1])[::-1]

@@ -1,0 +1,79 @@
+"""Device state of a batch in flight, and what a step leaves for the host."""
+
+import flax.struct
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+NO_STOP = -1  # pads the stop set; no token has this id
+
+
+@flax.struct.dataclass
+class DecodeState:
+    """One row per slot.
+
+    Attributes:
+      anchor_B: last committed token; not in the cache yet.
+      length_B: cached positions, which is also the anchor's position.
+      room_B: tokens the request may still emit.
+      active_B: whether the slot decodes.
+      stop_BZ: tokens that end the request, padded with `NO_STOP`.
+    """
+
+    anchor_B: Int[Array, "B"]
+    length_B: Int[Array, "B"]
+    room_B: Int[Array, "B"]
+    active_B: Bool[Array, "B"]
+    stop_BZ: Int[Array, "B Z"]
+
+
+@flax.struct.dataclass
+class Outcome:
+    """What one step committed.
+
+    Attributes:
+      token_BW: committed tokens, the first `count_B` of each row.
+      count_B: tokens committed; 0 where the slot was inactive.
+      accepted_B: drafts the target agreed with, before stops and limits.
+      finished_B: the request ended in this step.
+    """
+
+    token_BW: Int[Array, "B W"]
+    count_B: Int[Array, "B"]
+    accepted_B: Int[Array, "B"]
+    finished_B: Bool[Array, "B"]
+
+
+def init_state(slots: int, stops: int) -> DecodeState:
+    """All slots empty, with room for `stops` stop tokens each."""
+    zero_B = jnp.zeros(slots, jnp.int32)
+    return DecodeState(
+        anchor_B=zero_B,
+        length_B=zero_B,
+        room_B=zero_B,
+        active_B=jnp.zeros(slots, bool),
+        stop_BZ=jnp.full((slots, max(stops, 1)), NO_STOP, jnp.int32),
+    )
+
+
+def to_wire(outcome: Outcome) -> Int[Array, "B X"]:
+    """One integer array, so that the host reads once: counts, flags, tokens."""
+    columns = jnp.stack(
+        [
+            outcome.count_B,
+            outcome.accepted_B,
+            outcome.finished_B.astype(jnp.int32),
+        ],
+        axis=1,
+    )
+    return jnp.concatenate([columns, outcome.token_BW], axis=1)
+
+
+def from_wire(wire_BX: np.ndarray) -> Outcome:
+    """The outcome that `to_wire` wrote, as NumPy arrays."""
+    return Outcome(
+        token_BW=wire_BX[:, 3:],
+        count_B=wire_BX[:, 0],
+        accepted_B=wire_BX[:, 1],
+        finished_B=wire_BX[:, 2].astype(bool),
+    )

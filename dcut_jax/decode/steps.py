@@ -1,0 +1,477 @@
+"""Every `jax.jit` of decoding, compiled ahead of time.
+
+`compile_steps` turns shapes into executables; calling one with another shape raises
+instead of recompiling. Reading the cache and writing it are separate executables:
+inside one program XLA would copy the whole cache to keep the two apart.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dcut_jax.config import DrafterConfig, ModelConfig
+from dcut_jax.cut import Objective, Plan, log_survival, plan, top1
+from dcut_jax.decode.accept import accept_greedy
+from dcut_jax.decode.pack import Layout, layout, pack, unpack
+from dcut_jax.decode.state import DecodeState, Outcome, init_state, to_wire
+from dcut_jax.decode.verify import prefill_rows, verify_rows
+from dcut_jax.models import dense, drafter
+from dcut_jax.models.cache import KvCache, init_cache, write_rows, write_slot
+from pallas_kernels import Backend
+
+Executable = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Models:
+    """Target and drafter as the steps need them: configs and parameters.
+
+    `params` holds `target`; with a drafter also `drafter`, and `draft_embed_VE` and
+    `draft_head_VE`, the target's tables in the drafter's dtype.
+    """
+
+    target: ModelConfig
+    drafter: DrafterConfig | None
+    params: dict[str, Any]
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.drafter.target_layers if self.drafter else ()
+
+
+@flax.struct.dataclass
+class Caches:
+    """Key/value caches under the same slots; `drafter` is None without one."""
+
+    target: KvCache
+    drafter: KvCache | None
+
+
+@flax.struct.dataclass
+class Fresh:
+    """Keys and values of a step's rows by request, for the commit."""
+
+    target_k: Float[Array, "..."]
+    target_v: Float[Array, "..."]
+    drafter_k: Float[Array, "..."] | None
+    drafter_v: Float[Array, "..."] | None
+    start_B: Int[Array, "B"]
+    count_B: Int[Array, "B"]
+
+
+@flax.struct.dataclass
+class Proposal:
+    """Drafts of every slot and their log-confidence."""
+
+    token_BK: Int[Array, "B K"]
+    logp_BK: Float[Array, "B K"]
+
+
+def init_caches(models: Models, slots: int, positions: int, dtype: Any) -> Caches:
+    """Empty caches for `slots` requests of up to `positions` positions."""
+    return Caches(
+        target=init_cache(models.target, slots, positions, dtype),
+        drafter=init_cache(models.drafter, slots, positions, dtype)
+        if models.drafter
+        else None,
+    )
+
+
+def draft(
+    params: dict[str, Any],
+    kv: KvCache,
+    state: DecodeState,
+    *,
+    models: Models,
+    width: int,
+    columns: int,
+) -> Proposal:
+    """Asks the drafter for `width` drafts a request, padded to `columns`.
+
+    A padded draft has no confidence (NaN), so no plan can keep it; one planner and one
+    verifier per tier then serve every width.
+    """
+    cfg = models.drafter
+    assert cfg is not None
+    hidden_BKE = drafter.block_forward(
+        params["drafter"],
+        cfg,
+        params["draft_embed_VE"],
+        state.anchor_B,
+        state.length_B,
+        kv,
+        width,
+    )
+    best = top1(dense.logits(hidden_BKE, params["draft_head_VE"]))
+    pad = ((0, 0), (0, columns - width))
+    return Proposal(
+        jnp.pad(best.token, pad), jnp.pad(best.logp, pad, constant_values=jnp.nan)
+    )
+
+
+def decide(
+    proposal: Proposal,
+    state: DecodeState,
+    cost_ms_R: Array,
+    previous: Array,
+    *,
+    rows_R: tuple[int, ...],
+    objective: Objective,
+    ratios: tuple[float, ...] | None,
+    backend: Backend,
+) -> tuple[Plan, Array]:
+    """Plans the step; returns the plan and everything the host reads, in one array.
+
+    The array is `[B + 1, X]` int32: the wire form of the previous outcome, and a last
+    row with the tier's index and the drafts kept.
+    """
+    chosen = plan(
+        log_survival(proposal.logp_BK),
+        state.active_B,
+        jnp.asarray(rows_R, jnp.int32),
+        cost_ms_R,
+        objective=objective,
+        ratios=ratios,
+        backend=backend,
+    )
+    row_X = jnp.zeros(previous.shape[1], jnp.int32)
+    row_X = row_X.at[0].set(chosen.tier).at[1].set(chosen.budget)
+    return chosen, jnp.concatenate([previous, row_X[None]])
+
+
+def verify(
+    params: dict[str, Any],
+    kv: KvCache,
+    state: DecodeState,
+    token_BK: Array,
+    keep_B: Array,
+    *,
+    models: Models,
+    lay: Layout,
+    wire_width: int,
+) -> tuple[Array, DecodeState, Fresh]:
+    """Checks anchors and kept drafts; the outcome comes in its wire form."""
+    packed = pack(keep_B, state.active_B, lay.rows)
+    block_BW = jnp.concatenate([state.anchor_B[:, None], token_BK], axis=1)
+    token_T = block_BW[packed.owner_T, packed.offset_T]
+    rows = verify_rows(
+        params["target"],
+        models.target,
+        kv,
+        token_T,
+        state.length_B,
+        packed,
+        lay,
+        models.taps,
+    )
+    predicted_T = top1(dense.logits(rows.hidden, dense.head_VE(params["target"]))).token
+    predicted_BW = unpack(predicted_T, packed, lay.width)
+    outcome, after = accept_greedy(predicted_BW, token_BK, keep_B, state)
+    wire_BX = to_wire(widen(outcome, wire_width))
+    position_T = state.length_B[packed.owner_T] + packed.offset_T
+    return (
+        wire_BX,
+        after,
+        fresh_rows(
+            params, models, rows, position_T, packed, lay.width, state.length_B, outcome
+        ),
+    )
+
+
+def widen(outcome: Outcome, width: int) -> Outcome:
+    """Pads the token columns, so that every step has one wire shape."""
+    pad = width - outcome.token_BW.shape[1]
+    return outcome.replace(token_BW=jnp.pad(outcome.token_BW, ((0, 0), (0, pad))))
+
+
+def fresh_rows(
+    params: dict[str, Any],
+    models: Models,
+    rows: dense.Rows,
+    position_T: Array,
+    packed: Any,
+    width: int,
+    start_B: Array,
+    outcome: Outcome,
+) -> Fresh:
+    """Keys and values of a step's rows, by request, for target and drafter."""
+
+    def by_request(x_YTGD: Array) -> Array:
+        return jax.vmap(lambda x: unpack(x, packed, width))(x_YTGD)
+
+    draft_k = draft_v = None
+    if models.drafter:
+        weights = params["drafter"]
+        ctx_TE = drafter.context(weights, models.drafter, rows.taps)
+        draft_k, draft_v = drafter.context_kv(
+            weights, models.drafter, ctx_TE, position_T
+        )
+        draft_k, draft_v = by_request(draft_k), by_request(draft_v)
+    return Fresh(
+        target_k=by_request(rows.k),
+        target_v=by_request(rows.v),
+        drafter_k=draft_k,
+        drafter_v=draft_v,
+        start_B=start_B,
+        count_B=outcome.count_B,
+    )
+
+
+def commit(caches: Caches, fresh: Fresh) -> Caches:
+    """Writes the keys and values of committed rows; every other entry stays."""
+
+    def write(kv: KvCache, k: Array, v: Array) -> KvCache:
+        return write_rows(kv, k, v, fresh.start_B, fresh.count_B)
+
+    return Caches(
+        target=write(caches.target, fresh.target_k, fresh.target_v),
+        drafter=None
+        if caches.drafter is None
+        else write(caches.drafter, fresh.drafter_k, fresh.drafter_v),
+    )
+
+
+def prefill(
+    params: dict[str, Any],
+    caches: Caches,
+    token_P: Array,
+    length: Array,
+    count: Array,
+    *,
+    models: Models,
+) -> tuple[Caches, Array]:
+    """One chunk of a prompt into one-slot caches; the token that follows its rows.
+
+    The first `count` of P rows are real; they stand at `length` onwards.
+    """
+    rows = prefill_rows(
+        params["target"],
+        models.target,
+        caches.target,
+        token_P,
+        jnp.zeros((), jnp.int32),
+        length,
+        models.taps,
+    )
+    last_E = rows.hidden[count - 1]
+    token = top1(dense.logits(last_E[None], dense.head_VE(params["target"]))).token[0]
+
+    def write(kv: KvCache, k_YPGD: Array, v_YPGD: Array) -> KvCache:
+        return write_rows(
+            kv, k_YPGD[:, None], v_YPGD[:, None], length[None], count[None]
+        )
+
+    draft_kv = caches.drafter
+    if models.drafter:
+        weights = params["drafter"]
+        ctx_PE = drafter.context(weights, models.drafter, rows.taps)
+        position_P = length + jnp.arange(token_P.shape[0])
+        k, v = drafter.context_kv(weights, models.drafter, ctx_PE, position_P)
+        draft_kv = write(draft_kv, k, v)
+    return Caches(write(caches.target, rows.k, rows.v), draft_kv), token
+
+
+def insert(
+    state: DecodeState,
+    caches: Caches,
+    one: Caches,
+    slot: Array,
+    anchor: Array,
+    length: Array,
+    room: Array,
+    stop_Z: Array,
+) -> tuple[DecodeState, Caches]:
+    """Puts a prefilled request into a slot."""
+
+    state = DecodeState(
+        anchor_B=state.anchor_B.at[slot].set(anchor),
+        length_B=state.length_B.at[slot].set(length),
+        room_B=state.room_B.at[slot].set(room),
+        active_B=state.active_B.at[slot].set(True),
+        stop_BZ=state.stop_BZ.at[slot].set(stop_Z),
+    )
+    return state, Caches(
+        target=write_slot(caches.target, one.target, slot),
+        drafter=None
+        if caches.drafter is None or one.drafter is None
+        else write_slot(caches.drafter, one.drafter, slot),
+    )
+
+
+def release(state: DecodeState, slot: Array) -> DecodeState:
+    """Empties a slot whose request was called off."""
+    return state.replace(active_B=state.active_B.at[slot].set(False))
+
+
+@dataclass(frozen=True)
+class StepShapes:
+    """Static shapes of a batch in flight.
+
+    Attributes:
+      slots: requests decoded together, B.
+      positions: cached positions a slot needs, its widest step included, L.
+      width: rows of a full block, W; 1 without a drafter.
+      stops: stop tokens a request may have.
+    """
+
+    slots: int
+    positions: int
+    width: int
+    stops: int
+
+    @property
+    def wire_columns(self) -> int:
+        return 3 + self.width
+
+
+@dataclass(frozen=True)
+class PlanKey:
+    """What a planner is compiled for; `rows_R` are the tiers."""
+
+    rows_R: tuple[int, ...]
+    objective: Objective
+    ratios: tuple[float, ...] | None
+    backend: Backend
+
+
+class Compiler:
+    """Compiles steps ahead of time and keeps them; nothing else in decoding compiles.
+
+    Engines of the same models may share one.
+
+    Attributes:
+      count: executables compiled so far.
+      seconds: time spent compiling them.
+    """
+
+    def __init__(self, models: Models, cache_dtype: Any) -> None:
+        self.models = models
+        self.cache_dtype = jnp.dtype(cache_dtype)
+        self.count = 0
+        self.seconds = 0.0
+        self._kept: dict[Any, Executable] = {}
+        self._params = jax.tree.map(_struct, models.params)
+
+    def _get(self, key: Any, fn: Callable[..., Any], args: Any, donate: Any) -> Any:
+        if key not in self._kept:
+            start = time.perf_counter()
+            lowered = jax.jit(fn, donate_argnums=donate).lower(*args)
+            self._kept[key] = lowered.compile(compiler_options=_compiler_options())
+            self.seconds += time.perf_counter() - start
+            self.count += 1
+        return self._kept[key]
+
+    def _shapes(self, shapes: StepShapes) -> tuple[DecodeState, Caches]:
+        return jax.eval_shape(
+            lambda: (
+                init_state(shapes.slots, shapes.stops),
+                init_caches(
+                    self.models, shapes.slots, shapes.positions, self.cache_dtype
+                ),
+            )
+        )
+
+    def draft(self, shapes: StepShapes, width: int) -> Executable:
+        """`(params, drafter cache, state) -> Proposal`."""
+        state, caches = self._shapes(shapes)
+        fn = partial(draft, models=self.models, width=width, columns=shapes.width - 1)
+        args = (self._params, caches.drafter, state)
+        return self._get(("draft", shapes, width), fn, args, ())
+
+    def decide(self, shapes: StepShapes, key: PlanKey) -> Executable:
+        """`(proposal, state, cost_ms_R, wire) -> (Plan, bundle)`."""
+        state, _ = self._shapes(shapes)
+        B, K = shapes.slots, shapes.width - 1
+        fn = partial(
+            decide,
+            rows_R=key.rows_R,
+            objective=key.objective,
+            ratios=key.ratios,
+            backend=key.backend,
+        )
+        args = (
+            Proposal(_ints(B, K), _floats(B, K)),
+            state,
+            _floats(len(key.rows_R)),
+            _ints(B, shapes.wire_columns),
+        )
+        return self._get(("decide", shapes, key), fn, args, ())
+
+    def verify(self, shapes: StepShapes, lay: Layout) -> Executable:
+        """`(params, target cache, state, token_BK, keep_B) -> (wire, state, Fresh)`."""
+        state, caches = self._shapes(shapes)
+        fn = partial(verify, models=self.models, lay=lay, wire_width=shapes.width)
+        B, K = shapes.slots, shapes.width - 1
+        args = (self._params, caches.target, state, _ints(B, K), _ints(B))
+        return self._get(("verify", shapes, lay), fn, args, ())
+
+    def commit(self, shapes: StepShapes, width: int) -> Executable:
+        """`(caches, Fresh) -> caches`; the caches are donated."""
+        _, caches = self._shapes(shapes)
+        B = shapes.slots
+
+        def rows(cfg: Any) -> jax.ShapeDtypeStruct:
+            return _floats(cfg.layers, B, width, cfg.kv_heads, cfg.head_dim)
+
+        target, cfg = rows(self.models.target), self.models.drafter
+        other = rows(cfg) if cfg else None
+        fresh = Fresh(target, target, other, other, _ints(B), _ints(B))
+        return self._get(("commit", shapes, width), commit, (caches, fresh), 0)
+
+    def prefill(self, shapes: StepShapes, chunk: int) -> Executable:
+        """`(params, one-slot caches, token_P, length, count) -> (caches, token)`."""
+        one = replace(shapes, slots=1)
+        _, caches = self._shapes(one)
+        fn = partial(prefill, models=self.models)
+        args = (self._params, caches, _ints(chunk), _ints(), _ints())
+        return self._get(("prefill", one, chunk), fn, args, 1)
+
+    def insert(self, shapes: StepShapes) -> Executable:
+        """See `insert`; the caches are donated."""
+        state, caches = self._shapes(shapes)
+        _, one = self._shapes(replace(shapes, slots=1))
+        scalars = [_ints()] * 4
+        args = (state, caches, one, *scalars, _ints(state.stop_BZ.shape[1]))
+        return self._get(("insert", shapes), insert, args, 1)
+
+    def release(self, shapes: StepShapes) -> Executable:
+        """See `release`."""
+        state, _ = self._shapes(shapes)
+        return self._get(("release", shapes), release, (state, _ints()), ())
+
+
+def _compiler_options() -> Mapping[str, Any]:
+    # XLA:CPU spends most of its compile time in LLVM; level 1 halves that and the
+    # measured step time is the same (docs/lab.md).
+    if jax.default_backend() == "cpu":
+        return {"xla_backend_optimization_level": 1}
+    return {}
+
+
+def _struct(x: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _ints(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _floats(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def anchors_only(shapes: StepShapes) -> Layout:
+    """Plain autoregressive decoding."""
+    return layout(shapes.slots, shapes.slots, 1)
+
+
+def everything(shapes: StepShapes, width: int) -> Layout:
+    """All `width` drafts of every request."""
+    return layout(shapes.slots, shapes.slots * (width + 1), width + 1)

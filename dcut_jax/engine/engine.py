@@ -1,0 +1,372 @@
+"""The host loop: slots, admission, and one read-back per step."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dcut_jax.decode import steps as S
+from dcut_jax.decode.pack import Layout
+from dcut_jax.decode.state import NO_STOP, from_wire, init_state
+from dcut_jax.engine.policy import ArPolicy, DCutPolicy, FixedPolicy, Policy
+from dcut_jax.engine.requests import Completion, Request
+from dcut_jax.models.cache import capacity
+
+PREFILL_CHUNKS = (32, 128)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sizes of a batch in flight.
+
+    Attributes:
+      slots: requests decoded together.
+      max_length: longest prompt plus output, in tokens.
+      max_stops: stop tokens a request may name.
+      cache_dtype: of the key/value caches.
+    """
+
+    slots: int
+    max_length: int
+    max_stops: int = 4
+    cache_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if self.slots < 1:
+            raise ValueError(f"batch size must be at least 1; found {self.slots}")
+        if self.max_length < 2:
+            raise ValueError(
+                f"max_length must hold a prompt and a token; found {self.max_length}"
+            )
+
+
+@dataclass
+class StepRecord:
+    """One step as the host saw it. Phase times are there when phases are timed."""
+
+    width: int
+    rows: int
+    kept: int
+    active: int
+    committed: int = 0
+    accepted: int = 0
+    phase_ms: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """A prompt's one-slot caches, and the token that follows it."""
+
+    request: Request
+    caches: S.Caches
+    first_token: int
+
+
+@dataclass
+class _Slot:
+    request: Request
+    completion: Completion
+
+
+class Engine:
+    """Decodes requests in a fixed number of slots under one policy.
+
+    Everything is compiled in the constructor; after it nothing compiles. One engine
+    serves one thread.
+    """
+
+    def __init__(
+        self,
+        models: S.Models,
+        config: EngineConfig,
+        policy: Policy,
+        *,
+        compiler: S.Compiler | None = None,
+        time_phases: bool = False,
+    ) -> None:
+        if not isinstance(policy, ArPolicy) and models.drafter is None:
+            raise ValueError(f"{type(policy).__name__} needs a drafter; found none")
+        self.models = models
+        self.config = config
+        self.policy = policy
+        self.time_phases = time_phases
+        self.records: list[StepRecord] = []
+        width = models.drafter.max_drafts + 1 if models.drafter else 1
+        self.shapes = S.StepShapes(
+            slots=config.slots,
+            positions=capacity(config.max_length + width),
+            width=width,
+            stops=config.max_stops,
+        )
+        self._exe = compiler or S.Compiler(models, config.cache_dtype)
+        self._warm()
+        self.reset()
+
+    # -- compiled pieces ---------------------------------------------------------
+
+    def _warm(self) -> None:
+        exe, shapes = self._exe, self.shapes
+        for chunk in PREFILL_CHUNKS:
+            exe.prefill(shapes, chunk)
+        exe.insert(shapes)
+        exe.release(shapes)
+        for lay in self.policy.layouts(shapes):
+            exe.verify(shapes, lay)
+            exe.commit(shapes, lay.width)
+        for width in self.policy.widths:
+            exe.draft(shapes, width)
+        if isinstance(self.policy, DCutPolicy):
+            self._decide = exe.decide(shapes, self.policy.plan_key(shapes))
+
+    # -- state -------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Empties every slot."""
+        shapes = self.shapes
+        self.state = init_state(shapes.slots, shapes.stops)
+        self.caches = S.init_caches(
+            self.models,
+            shapes.slots,
+            shapes.positions,
+            jnp.dtype(self.config.cache_dtype),
+        )
+        self._slots: list[_Slot | None] = [None] * shapes.slots
+        self._wire = jnp.zeros((shapes.slots, shapes.wire_columns), jnp.int32)
+        self._pending: StepRecord | None = None
+        self.policy.reset()
+
+    @property
+    def running(self) -> int:
+        """Slots in use, as far as the host has read."""
+        return sum(slot is not None for slot in self._slots)
+
+    # -- admission ---------------------------------------------------------------
+
+    def check(self, request: Request) -> None:
+        """Raises ValueError where a request does not fit this engine."""
+        need = len(request.prompt) + request.max_new_tokens
+        if need > self.config.max_length:
+            raise ValueError(
+                f"a prompt of {len(request.prompt)} tokens and {request.max_new_tokens}"
+                f" new ones need {need} positions; the cache holds "
+                f"{self.config.max_length}. Shorten the prompt, ask for fewer tokens, "
+                f"or raise max_length"
+            )
+        if len(request.stop) > self.config.max_stops:
+            raise ValueError(
+                f"{len(request.stop)} stop tokens; at most {self.config.max_stops}"
+            )
+        bad = [t for t in request.prompt if not 0 <= t < self.models.target.vocab]
+        if bad:
+            raise ValueError(
+                f"token {bad[0]} is outside the vocabulary of {self.models.target.vocab}"
+            )
+
+    def prefill(self, request: Request) -> Prefilled:
+        """Runs a prompt through the target; keeps its caches apart from the slots."""
+        self.check(request)
+        caches = S.init_caches(
+            self.models, 1, self.shapes.positions, jnp.dtype(self.config.cache_dtype)
+        )
+        prompt = np.asarray(request.prompt, np.int32)
+        done, token = 0, None
+        while done < len(prompt):
+            left = len(prompt) - done
+            chunk = next((c for c in PREFILL_CHUNKS if c >= left), PREFILL_CHUNKS[-1])
+            count = min(left, chunk)
+            tokens = np.zeros(chunk, np.int32)
+            tokens[:count] = prompt[done : done + count]
+            run = self._exe.prefill(self.shapes, chunk)
+            caches, token = run(
+                self.models.params, caches, tokens, np.int32(done), np.int32(count)
+            )
+            done += count
+        return Prefilled(request, caches, int(token))  # type: ignore[arg-type]
+
+    def admit(self, ready: Prefilled) -> Completion:
+        """Puts a prefilled request into a free slot and emits its first token."""
+        request = ready.request
+        completion = Completion([ready.first_token])
+        if ready.first_token in request.stop:
+            completion.finish = "stop"
+            return completion
+        if request.max_new_tokens == 1:
+            completion.finish = "length"
+            return completion
+        slot = self._slots.index(None)
+        stop = np.full(self.config.max_stops, NO_STOP, np.int32)
+        stop[: len(request.stop)] = request.stop
+        self.state, self.caches = self._exe.insert(self.shapes)(
+            self.state,
+            self.caches,
+            ready.caches,
+            np.int32(slot),
+            np.int32(ready.first_token),
+            np.int32(len(request.prompt)),
+            np.int32(request.max_new_tokens - 1),
+            stop,
+        )
+        self._slots[slot] = _Slot(request, completion)
+        return completion
+
+    def cancel(self, completion: Completion) -> None:
+        """Frees the slot of a running request; its tokens so far stay."""
+        self.flush()  # or its last tokens would go to the slot's next request
+        for i, slot in enumerate(self._slots):
+            if slot is not None and slot.completion is completion:
+                self.state = self._exe.release(self.shapes)(self.state, np.int32(i))
+                self._slots[i] = None
+
+    # -- one step ----------------------------------------------------------------
+
+    def step(self) -> None:
+        """Dispatches one step and reads the newest finished outcome."""
+        policy = self.policy
+        clock = _Phases(self.time_phases)
+        if isinstance(policy, ArPolicy):
+            self._verify(
+                S.anchors_only(self.shapes), self._no_drafts, self._keep(0), clock
+            )
+            self._read(clock)
+            return
+        width = policy.next_width()
+        draft = self._exe.draft(self.shapes, width)
+        proposal = draft(self.models.params, self.caches.drafter, self.state)
+        clock.stop("draft", proposal)
+        if isinstance(policy, FixedPolicy):
+            lay = S.everything(self.shapes, width)
+            self._verify(lay, proposal.token_BK, self._keep(width), clock, width)
+            self._read(clock)
+            return
+        plan, bundle = self._decide(
+            proposal, self.state, policy.cost_ms(self.shapes, width), self._wire
+        )
+        host = np.asarray(bundle)  # the one device-to-host read of a step
+        clock.stop("plan", plan)
+        self._absorb(host[:-1])
+        tier, kept = int(host[-1, 0]), int(host[-1, 1])
+        if not self.running:
+            return
+        lay = policy.layout(self.shapes, width, tier)
+        self._verify(lay, proposal.token_BK, plan.keep_B, clock, width, kept)
+
+    def flush(self) -> None:
+        """Reads the outcome that is still on the device."""
+        self._read(_Phases(False))
+
+    @property
+    def _no_drafts(self) -> Any:
+        return jnp.zeros((self.shapes.slots, self.shapes.width - 1), jnp.int32)
+
+    def _keep(self, width: int) -> Any:
+        return jnp.full(self.shapes.slots, width, jnp.int32)
+
+    def _verify(
+        self,
+        lay: Layout,
+        token_BK: Any,
+        keep_B: Any,
+        clock: "_Phases",
+        width: int = 0,
+        kept: int | None = None,
+    ) -> None:
+        before = self.state
+        self._wire, self.state, fresh = self._exe.verify(self.shapes, lay)(
+            self.models.params, self.caches.target, before, token_BK, keep_B
+        )
+        clock.stop("verify", self._wire)
+        self.caches = self._exe.commit(self.shapes, lay.width)(self.caches, fresh)
+        clock.stop("commit", self.caches)
+        active = self.running
+        self._pending = StepRecord(
+            width=width,
+            rows=lay.rows,
+            kept=width * active if kept is None else kept,
+            active=active,
+            phase_ms=clock.ms,
+        )
+
+    def _read(self, clock: "_Phases") -> None:
+        host = np.asarray(self._wire)
+        clock.stop("read", None)
+        self._absorb(host)
+
+    def _absorb(self, wire_BX: np.ndarray) -> None:
+        """Hands committed tokens to their requests and frees finished slots."""
+        record, self._pending = self._pending, None
+        if record is None:
+            return
+        outcome = from_wire(wire_BX)
+        for i, slot in enumerate(self._slots):
+            count = int(outcome.count_B[i])
+            if slot is None or count == 0:
+                continue
+            done = slot.completion
+            done.tokens.extend(int(t) for t in outcome.token_BW[i, :count])
+            done.steps += 1
+            done.accepted += int(outcome.accepted_B[i])
+            record.committed += count
+            record.accepted += int(outcome.accepted_B[i])
+            if outcome.finished_B[i]:
+                stopped = done.tokens[-1] in slot.request.stop
+                done.finish = "stop" if stopped else "length"
+                self._slots[i] = None
+        self.records.append(record)
+        self.policy.observe(record, outcome)
+
+    # -- whole lists -------------------------------------------------------------
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        *,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> list[Completion]:
+        """Decodes all requests, refilling slots as they finish; order is kept.
+
+        Args:
+          on_progress: called with finished requests and tokens emitted so far.
+
+        Raises:
+          ValueError: before anything runs, for a request that does not fit.
+        """
+        for request in requests:
+            self.check(request)
+        self.reset()
+        waiting = deque(enumerate(requests))
+        results: list[Completion | None] = [None] * len(requests)
+        while waiting or self.running:
+            while waiting and self.running < self.config.slots:
+                index, request = waiting.popleft()
+                results[index] = self.admit(self.prefill(request))
+            if self.running:
+                self.step()
+            if on_progress:
+                made = [r for r in results if r is not None]
+                on_progress(
+                    sum(r.finish != "running" for r in made),
+                    sum(len(r.tokens) for r in made),
+                )
+        return [r for r in results if r is not None]
+
+
+class _Phases:
+    """Times the phases of a step; waits for the device only when asked to."""
+
+    def __init__(self, on: bool) -> None:
+        self.on = on
+        self.ms: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def stop(self, phase: str, wait_for: Any) -> None:
+        if not self.on:
+            return
+        jax.block_until_ready(wait_for)
+        now = time.perf_counter()
+        self.ms[phase] = self.ms.get(phase, 0.0) + (now - self._last) * 1e3
+        self._last = now

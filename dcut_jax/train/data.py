@@ -1,0 +1,266 @@
+"""Training documents on disk, mapped into memory.
+
+A dataset is a directory:
+
+| file | content |
+|---|---|
+| `manifest.json` | what the documents are: target, sampling, tokenizer, sources and their licences, taps; and `channels`, `feature_dtype` of the features |
+| `tokens.bin` | int32, all documents end to end, prompt and response |
+| `features.bin` | bfloat16 or float16, `[positions, channels]`: the tapped hidden states of the target at the same positions; empty where `channels` is 0 |
+| `index.bin` | int64 `[documents, 3]`: start in `tokens.bin`, length of the prompt, length of the document |
+
+Everything is little-endian. The index entry of a document is written last, so whatever
+lies past the last entry's end belongs to an unfinished document and is cut when a writer
+opens the directory again. Readers may open it while it grows; they keep what they saw.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import jax.numpy as jnp
+import numpy as np
+
+from dcut_jax.train.loss import Blocks
+
+FEATURE_DTYPES = {"bfloat16": jnp.dtype(jnp.bfloat16), "float16": np.dtype("<f2")}
+MANIFEST, TOKENS, FEATURES, INDEX = (
+    "manifest.json",
+    "tokens.bin",
+    "features.bin",
+    "index.bin",
+)
+
+
+class DatasetError(ValueError):
+    """A dataset that is missing, damaged, or not what its user expects."""
+
+
+def _read_index(path: Path) -> np.ndarray:
+    """Complete entries of the index, `[documents, 3]`."""
+    raw = np.fromfile(path / INDEX, "<i8") if (path / INDEX).exists() else np.empty(0)
+    return raw[: raw.size // 3 * 3].astype(np.int64).reshape(-1, 3)
+
+
+class DatasetWriter:
+    """Appends documents; opening an existing directory continues after its last one.
+
+    Args:
+      manifest: JSON-ready description, which must be that of the directory if it exists.
+      channels: width of the features of one position, 0 for a dataset without.
+
+    Raises:
+      DatasetError: the directory holds another dataset.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        manifest: Mapping[str, Any],
+        channels: int = 0,
+        feature_dtype: str = "bfloat16",
+    ):
+        self.path = Path(path)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._channels = channels
+        self._dtype = FEATURE_DTYPES[feature_dtype]
+        full = dict(manifest) | {"channels": channels, "feature_dtype": feature_dtype}
+        full = json.loads(json.dumps(full))
+        if (self.path / MANIFEST).exists():
+            there = json.loads((self.path / MANIFEST).read_text())
+            differ = sorted(
+                k for k in there.keys() | full.keys() if there.get(k) != full.get(k)
+            )
+            if differ:
+                raise DatasetError(
+                    f"{self.path} holds another dataset; its manifest differs in "
+                    f"{', '.join(differ)}; write to a fresh directory"
+                )
+        else:
+            (self.path / MANIFEST).write_text(json.dumps(full, indent=1) + "\n")
+        index = _read_index(self.path)
+        self.documents = len(index)
+        self.tokens = int(index[-1, 0] + index[-1, 2]) if len(index) else 0
+        self._tokens = self._continue(TOKENS, self.tokens * 4)
+        self._features = self._continue(FEATURES, self.tokens * channels * 2)
+        self._index = self._continue(INDEX, self.documents * 24)
+
+    def _continue(self, name: str, size: int):
+        path = self.path / name
+        path.touch()
+        if path.stat().st_size < size:
+            raise DatasetError(
+                f"{path} has {path.stat().st_size} bytes, the index speaks of {size}"
+            )
+        file = open(path, "r+b")  # noqa: SIM115
+        file.truncate(size)
+        file.seek(size)
+        return file
+
+    def append(
+        self, tokens: Any, prompt_len: int, features: np.ndarray | None = None
+    ) -> None:
+        """Adds one document: prompt and response, and features of every position."""
+        token_S = np.asarray(tokens, "<i4")
+        if not 0 < prompt_len <= token_S.size:
+            raise DatasetError(
+                f"a prompt of {prompt_len} tokens in a document of {token_S.size}"
+            )
+        if (features is None) != (self._channels == 0):
+            raise DatasetError(
+                f"the dataset has {self._channels} channels of features, the document "
+                f"{'none' if features is None else 'some'}"
+            )
+        if features is not None:
+            if features.shape != (token_S.size, self._channels):
+                raise DatasetError(
+                    f"features are {list(features.shape)}, expected "
+                    f"{[token_S.size, self._channels]}"
+                )
+            self._features.write(np.asarray(features).astype(self._dtype).tobytes())
+        self._tokens.write(token_S.tobytes())
+        self._features.flush()
+        self._tokens.flush()
+        entry = np.array([self.tokens, prompt_len, token_S.size], "<i8")
+        self._index.write(entry.tobytes())
+        self._index.flush()
+        self.tokens += token_S.size
+        self.documents += 1
+
+    def close(self) -> None:
+        """Closes the files; what was appended is complete without this."""
+        for file in (self._tokens, self._features, self._index):
+            file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document: `features` is None in a dataset without them."""
+
+    tokens: np.ndarray
+    prompt_len: int
+    features: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A dataset opened for reading.
+
+    Attributes:
+      index: `[documents, 3]`: start, prompt length, length.
+    """
+
+    path: Path
+    manifest: dict[str, Any]
+    index: np.ndarray
+    tokens: np.ndarray
+    features: np.ndarray | None
+
+    @classmethod
+    def open(cls, path: str | Path) -> "Dataset":
+        """Maps a dataset's files.
+
+        Raises:
+          DatasetError: a file is missing or shorter than the index says.
+        """
+        path = Path(path)
+        if not (path / MANIFEST).is_file():
+            raise DatasetError(f"{path / MANIFEST} does not exist; is this a dataset?")
+        manifest = json.loads((path / MANIFEST).read_text())
+        index = _read_index(path)
+        if not len(index):
+            raise DatasetError(f"{path} has no documents")
+        total = int(index[-1, 0] + index[-1, 2])
+        channels = int(manifest["channels"])
+
+        def mapped(name: str, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
+            size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+            if (path / name).stat().st_size < size:
+                raise DatasetError(f"{path / name} is shorter than the index says")
+            return np.memmap(path / name, dtype, "r", shape=shape)
+
+        features = None
+        if channels:
+            dtype = FEATURE_DTYPES[manifest["feature_dtype"]]
+            features = mapped(FEATURES, dtype, (total, channels))
+        return cls(path, manifest, index, mapped(TOKENS, "<i4", (total,)), features)
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def document(self, i: int) -> Document:
+        """One document, its arrays views of the mapped files."""
+        start, prompt_len, length = (int(x) for x in self.index[i])
+        rows = slice(start, start + length)
+        features = None if self.features is None else self.features[rows]
+        return Document(self.tokens[rows], prompt_len, features)
+
+    def usable(self, length: int) -> np.ndarray:
+        """Documents with at least one legal anchor in their first `length` tokens."""
+        end = np.minimum(self.index[:, 2], length)
+        return np.flatnonzero(end - 1 > self.index[:, 1])
+
+    def counts(self, vocab: int) -> np.ndarray:
+        """How often each token occurs, `[vocab]`."""
+        return np.bincount(self.tokens, minlength=vocab)
+
+
+def draw_blocks(
+    data: Dataset,
+    documents: np.ndarray,
+    anchors: int,
+    length: int,
+    rng: np.random.Generator,
+) -> Blocks:
+    """Anchors of some documents, cut to `length` tokens and padded to it.
+
+    An anchor is a position of the response that has a successor. Drawn without
+    replacement, in order; a document with fewer than `anchors` has the rest invalid.
+    """
+    if data.features is None:
+        raise DatasetError(f"{data.path} has no features; write it with channels > 0")
+    N, S, C = len(documents), length, data.features.shape[1]
+    token_NS = np.zeros((N, S), np.int32)
+    taps_NSC = np.zeros((N, S, C), data.features.dtype)
+    length_N = np.zeros(N, np.int32)
+    anchor_NA = np.zeros((N, anchors), np.int32)
+    valid_NA = np.zeros((N, anchors), bool)
+    for n, i in enumerate(documents):
+        doc = data.document(int(i))
+        size = min(len(doc.tokens), S)
+        token_NS[n, :size] = doc.tokens[:size]
+        assert doc.features is not None
+        taps_NSC[n, :size] = doc.features[:size]
+        length_N[n] = size
+        legal = np.arange(doc.prompt_len, size - 1)
+        count = min(anchors, len(legal))
+        anchor_NA[n, :count] = np.sort(rng.choice(legal, count, replace=False))
+        valid_NA[n, :count] = True
+    # NumPy arrays: they reach the device as arguments of the compiled step.
+    return Blocks(token_NS, length_N, taps_NSC, anchor_NA, valid_NA)  # type: ignore[arg-type]
+
+
+def documents_of_step(
+    usable: np.ndarray, per_step: int, step: int, seed: int
+) -> np.ndarray:
+    """The documents of a step: every epoch goes through all in an order of its own.
+
+    A function of the step alone, so a resumed run sees what an unbroken one would.
+    """
+    first = step * per_step
+    out = np.empty(per_step, usable.dtype)
+    orders: dict[int, np.ndarray] = {}
+    for j in range(per_step):
+        epoch, at = divmod(first + j, len(usable))
+        if epoch not in orders:
+            orders[epoch] = np.random.default_rng((seed, epoch)).permutation(usable)
+        out[j] = orders[epoch][at]
+    return out

