@@ -150,24 +150,29 @@ def read_rope(raw: Mapping[str, Any], where: str) -> RopeConfig:
             f"{where}: expected one RoPE base in `rope_theta` or "
             f"`rope_parameters.rope_theta`, found {found}"
         )
-    scaling = new if new.get("rope_type", "default") != "default" else old
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    theta = thetas.pop()
+    scalings = {_read_scaling(form, where) for form in (new, old) if form}
+    if len(scalings) > 1:
+        raise ConfigError(
+            f"{where}: `rope_parameters` and `rope_scaling` scale RoPE differently; "
+            f"expected one scaling, found {new} and {old}"
+        )
+    return RopeConfig(thetas.pop(), scalings.pop() if scalings else None)
+
+
+def _read_scaling(form: Mapping[str, Any], where: str) -> Llama3Scaling | None:
+    kind = form.get("rope_type", form.get("type", "default"))
     if kind == "default":
-        return RopeConfig(theta)
+        return None
     if kind != "llama3":
         raise ConfigError(
             f"{where}: RoPE scaling {kind!r} is not supported; known: default, llama3"
         )
-    return RopeConfig(
-        theta,
-        Llama3Scaling(
-            factor=float(_require(scaling, "factor", where)),
-            low_freq_factor=float(_require(scaling, "low_freq_factor", where)),
-            high_freq_factor=float(_require(scaling, "high_freq_factor", where)),
-            original_max_position=int(
-                _require(scaling, "original_max_position_embeddings", where)
-            ),
+    return Llama3Scaling(
+        factor=float(_require(form, "factor", where)),
+        low_freq_factor=float(_require(form, "low_freq_factor", where)),
+        high_freq_factor=float(_require(form, "high_freq_factor", where)),
+        original_max_position=int(
+            _require(form, "original_max_position_embeddings", where)
         ),
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 VERSION = 1
-HOW_TO_MEASURE = "measure one with `python -m dcut_jax.cost.profile`"
+HOW_TO_MEASURE = "measure one with `python -m dcut_jax.profile`"
 
 
 class CostError(ValueError):

@@ -14,6 +14,8 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from dcut_jax.config import DrafterConfig, ModelConfig
@@ -119,31 +121,69 @@ def draft(
 def decide(
     proposal: Proposal,
     state: DecodeState,
-    cost_ms_R: Array,
-    previous: Array,
+    cost_ms_MR: Array,
+    width_index: Array,
+    previous_BX: Array,
     *,
-    rows_R: tuple[int, ...],
-    objective: Objective,
-    ratios: tuple[float, ...] | None,
-    backend: Backend,
+    key: "PlanKey",
 ) -> tuple[Plan, Array]:
-    """Plans the step; returns the plan and everything the host reads, in one array.
+    """Plans the step; returns the plan and all that the host reads, in one array.
 
-    The array is `[B + 1, X]` int32: the wire form of the previous outcome, and a last
-    row with the tier's index and the drafts kept.
+    `cost_ms_MR` has a row per draft width of the ladder; `width_index` is the one that
+    was drafted. The plan is also made for every narrower width, as far as its utility:
+    the host learns what those would have been worth.
+
+    Returns:
+      The plan, and `[B + 1, X]` int32: the wire form of the previous outcome, and the
+      row that `read_decision` reads.
     """
-    chosen = plan(
-        log_survival(proposal.logp_BK),
-        state.active_B,
-        jnp.asarray(rows_R, jnp.int32),
-        cost_ms_R,
-        objective=objective,
-        ratios=ratios,
-        backend=backend,
+    rows_R = jnp.asarray(key.rows_R, jnp.int32)
+    logp_BK = proposal.logp_BK
+    slot_K = jnp.arange(logp_BK.shape[1])[None]
+
+    def plan_for(logp_BK: Array, cost_ms_R: Array) -> Plan:
+        return plan(
+            log_survival(logp_BK),
+            state.active_B,
+            rows_R,
+            cost_ms_R,
+            objective=key.objective,
+            ratios=key.ratios,
+            backend=key.backend,
+        )
+
+    chosen = plan_for(logp_BK, cost_ms_MR[width_index])
+    utility = []
+    for m, width in enumerate(key.widths):
+        cut_BK = jnp.where(slot_K < width, logp_BK, jnp.nan)
+        utility.append(jnp.max(plan_for(cut_BK, cost_ms_MR[m]).utility_R))
+    floats = jnp.stack([chosen.gain, *utility])
+    row = jnp.concatenate(
+        [
+            jnp.stack([chosen.tier, chosen.budget]),
+            lax.bitcast_convert_type(floats, jnp.int32),
+        ]
     )
-    row_X = jnp.zeros(previous.shape[1], jnp.int32)
-    row_X = row_X.at[0].set(chosen.tier).at[1].set(chosen.budget)
-    return chosen, jnp.concatenate([previous, row_X[None]])
+    row_X = jnp.pad(row, (0, previous_BX.shape[1] - row.shape[0]))
+    return chosen, jnp.concatenate([previous_BX, row_X[None]])
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The host's view of a plan: `utility` is tokens per ms, by ladder width."""
+
+    tier: int
+    kept: int
+    gain: float
+    utility: tuple[float, ...]
+
+
+def read_decision(row_X: np.ndarray, widths: int) -> Decision:
+    """The last row of what `decide` returns."""
+    gain, *utility = row_X[2 : 3 + widths].view(np.float32)
+    return Decision(
+        int(row_X[0]), int(row_X[1]), float(gain), tuple(float(u) for u in utility)
+    )
 
 
 def verify(
@@ -328,14 +368,16 @@ class StepShapes:
 
     @property
     def wire_columns(self) -> int:
-        return 3 + self.width
+        """Columns of an outcome's wire form; also holds a decision's row."""
+        return max(3 + self.width, 16)
 
 
 @dataclass(frozen=True)
 class PlanKey:
-    """What a planner is compiled for; `rows_R` are the tiers."""
+    """What a planner is compiled for: tiers, draft widths, and the objective."""
 
     rows_R: tuple[int, ...]
+    widths: tuple[int, ...]
     objective: Objective
     ratios: tuple[float, ...] | None
     backend: Backend
@@ -386,20 +428,15 @@ class Compiler:
         return self._get(("draft", shapes, width), fn, args, ())
 
     def decide(self, shapes: StepShapes, key: PlanKey) -> Executable:
-        """`(proposal, state, cost_ms_R, wire) -> (Plan, bundle)`."""
+        """`(proposal, state, cost_ms_MR, width index, wire) -> (Plan, read-back)`."""
         state, _ = self._shapes(shapes)
         B, K = shapes.slots, shapes.width - 1
-        fn = partial(
-            decide,
-            rows_R=key.rows_R,
-            objective=key.objective,
-            ratios=key.ratios,
-            backend=key.backend,
-        )
+        fn = partial(decide, key=key)
         args = (
             Proposal(_ints(B, K), _floats(B, K)),
             state,
-            _floats(len(key.rows_R)),
+            _floats(len(key.widths), len(key.rows_R)),
+            _ints(),
             _ints(B, shapes.wire_columns),
         )
         return self._get(("decide", shapes, key), fn, args, ())
@@ -407,7 +444,9 @@ class Compiler:
     def verify(self, shapes: StepShapes, lay: Layout) -> Executable:
         """`(params, target cache, state, token_BK, keep_B) -> (wire, state, Fresh)`."""
         state, caches = self._shapes(shapes)
-        fn = partial(verify, models=self.models, lay=lay, wire_width=shapes.width)
+        fn = partial(
+            verify, models=self.models, lay=lay, wire_width=shapes.wire_columns - 3
+        )
         B, K = shapes.slots, shapes.width - 1
         args = (self._params, caches.target, state, _ints(B, K), _ints(B))
         return self._get(("verify", shapes, lay), fn, args, ())

@@ -15,7 +15,7 @@ from dcut_jax.decode.pack import Layout
 from dcut_jax.decode.state import NO_STOP, from_wire, init_state
 from dcut_jax.engine.policy import ArPolicy, DCutPolicy, FixedPolicy, Policy
 from dcut_jax.engine.requests import Completion, Request
-from dcut_jax.models.cache import capacity
+from dcut_jax.models.cache import CHUNK, capacity
 
 PREFILL_CHUNKS = (32, 128)
 
@@ -55,6 +55,7 @@ class StepRecord:
     active: int
     committed: int = 0
     accepted: int = 0
+    decision: S.Decision | None = None
     phase_ms: dict[str, float] = field(default_factory=dict)
 
 
@@ -103,14 +104,14 @@ class Engine:
             width=width,
             stops=config.max_stops,
         )
-        self._exe = compiler or S.Compiler(models, config.cache_dtype)
+        self.compiler = compiler or S.Compiler(models, config.cache_dtype)
         self._warm()
         self.reset()
 
     # -- compiled pieces ---------------------------------------------------------
 
     def _warm(self) -> None:
-        exe, shapes = self._exe, self.shapes
+        exe, shapes = self.compiler, self.shapes
         for chunk in PREFILL_CHUNKS:
             exe.prefill(shapes, chunk)
         exe.insert(shapes)
@@ -118,10 +119,21 @@ class Engine:
         for lay in self.policy.layouts(shapes):
             exe.verify(shapes, lay)
             exe.commit(shapes, lay.width)
-        for width in self.policy.widths:
+        for width in self._widths():
             exe.draft(shapes, width)
         if isinstance(self.policy, DCutPolicy):
-            self._decide = exe.decide(shapes, self.policy.plan_key(shapes))
+            exe.decide(shapes, self.policy.plan_key(shapes))
+            self.chooser = self.policy.chooser(shapes)
+            self._cost_ms: dict[int, Any] = {}
+
+    def _widths(self) -> tuple[int, ...]:
+        match self.policy:
+            case ArPolicy():
+                return ()
+            case FixedPolicy(width=width):
+                return (width,)
+            case DCutPolicy():
+                return self.policy.ladder(self.shapes)
 
     # -- state -------------------------------------------------------------------
 
@@ -138,7 +150,6 @@ class Engine:
         self._slots: list[_Slot | None] = [None] * shapes.slots
         self._wire = jnp.zeros((shapes.slots, shapes.wire_columns), jnp.int32)
         self._pending: StepRecord | None = None
-        self.policy.reset()
 
     @property
     def running(self) -> int:
@@ -181,7 +192,7 @@ class Engine:
             count = min(left, chunk)
             tokens = np.zeros(chunk, np.int32)
             tokens[:count] = prompt[done : done + count]
-            run = self._exe.prefill(self.shapes, chunk)
+            run = self.compiler.prefill(self.shapes, chunk)
             caches, token = run(
                 self.models.params, caches, tokens, np.int32(done), np.int32(count)
             )
@@ -199,61 +210,88 @@ class Engine:
             completion.finish = "length"
             return completion
         slot = self._slots.index(None)
+        self.place(slot, ready, room=request.max_new_tokens - 1)
+        self._slots[slot] = _Slot(request, completion)
+        return completion
+
+    def place(self, slot: int, ready: Prefilled, room: int) -> None:
+        """Copies a prefilled prompt into a slot's caches and starts it there."""
+        request = ready.request
         stop = np.full(self.config.max_stops, NO_STOP, np.int32)
         stop[: len(request.stop)] = request.stop
-        self.state, self.caches = self._exe.insert(self.shapes)(
+        self.state, self.caches = self.compiler.insert(self.shapes)(
             self.state,
             self.caches,
             ready.caches,
             np.int32(slot),
             np.int32(ready.first_token),
             np.int32(len(request.prompt)),
-            np.int32(request.max_new_tokens - 1),
+            np.int32(room),
             stop,
         )
-        self._slots[slot] = _Slot(request, completion)
-        return completion
 
     def cancel(self, completion: Completion) -> None:
         """Frees the slot of a running request; its tokens so far stay."""
         self.flush()  # or its last tokens would go to the slot's next request
         for i, slot in enumerate(self._slots):
             if slot is not None and slot.completion is completion:
-                self.state = self._exe.release(self.shapes)(self.state, np.int32(i))
+                self.state = self.compiler.release(self.shapes)(self.state, np.int32(i))
                 self._slots[i] = None
 
     # -- one step ----------------------------------------------------------------
 
     def step(self) -> None:
         """Dispatches one step and reads the newest finished outcome."""
-        policy = self.policy
         clock = _Phases(self.time_phases)
-        if isinstance(policy, ArPolicy):
-            self._verify(
-                S.anchors_only(self.shapes), self._no_drafts, self._keep(0), clock
-            )
-            self._read(clock)
-            return
-        width = policy.next_width()
-        draft = self._exe.draft(self.shapes, width)
-        proposal = draft(self.models.params, self.caches.drafter, self.state)
+        match self.policy:
+            case ArPolicy():
+                self._verify(S.anchors_only(self.shapes), self._no_drafts, 0, clock)
+                self._read(clock)
+            case FixedPolicy(width=width):
+                proposal = self._draft(width, clock)
+                lay = S.everything(self.shapes, width)
+                self._verify(lay, proposal.token_BK, width, clock)
+                self._read(clock)
+            case DCutPolicy():
+                self._cut_step(self.policy, clock)
+
+    def _draft(self, width: int, clock: "_Phases") -> S.Proposal:
+        run = self.compiler.draft(self.shapes, width)
+        proposal = run(self.models.params, self.caches.drafter, self.state)
         clock.stop("draft", proposal)
-        if isinstance(policy, FixedPolicy):
-            lay = S.everything(self.shapes, width)
-            self._verify(lay, proposal.token_BK, self._keep(width), clock, width)
-            self._read(clock)
-            return
-        plan, bundle = self._decide(
-            proposal, self.state, policy.cost_ms(self.shapes, width), self._wire
+        return proposal
+
+    def _cut_step(self, policy: DCutPolicy, clock: "_Phases") -> None:
+        shapes, ladder = self.shapes, self._widths()
+        width = self.chooser.next()
+        proposal = self._draft(width, clock)
+        plan, bundle = self.compiler.decide(shapes, policy.plan_key(shapes))(
+            proposal,
+            self.state,
+            self._costs(policy),
+            np.int32(ladder.index(width)),
+            self._wire,
         )
         host = np.asarray(bundle)  # the one device-to-host read of a step
-        clock.stop("plan", plan)
+        clock.stop("plan", None)
         self._absorb(host[:-1])
-        tier, kept = int(host[-1, 0]), int(host[-1, 1])
         if not self.running:
             return
-        lay = policy.layout(self.shapes, width, tier)
-        self._verify(lay, proposal.token_BK, plan.keep_B, clock, width, kept)
+        decision = S.read_decision(host[-1], len(ladder))
+        rows = policy.tiers(shapes)[decision.tier]
+        lay = policy.layout(shapes, width, rows)
+        self._verify(lay, proposal.token_BK, width, clock, plan.keep_B, decision)
+
+    def _costs(self, policy: DCutPolicy) -> Any:
+        """Step costs on the device, for the running requests' mean context."""
+        lengths = [
+            len(s.request.prompt) + len(s.completion.tokens) for s in self._slots if s
+        ]
+        context = int(np.mean(lengths)) // CHUNK if lengths else 0
+        if context not in self._cost_ms:
+            cost = policy.cost_ms(self.shapes, (context + 0.5) * CHUNK)
+            self._cost_ms[context] = jnp.asarray(cost)
+        return self._cost_ms[context]
 
     def flush(self) -> None:
         """Reads the outcome that is still on the device."""
@@ -261,33 +299,33 @@ class Engine:
 
     @property
     def _no_drafts(self) -> Any:
-        return jnp.zeros((self.shapes.slots, self.shapes.width - 1), jnp.int32)
-
-    def _keep(self, width: int) -> Any:
-        return jnp.full(self.shapes.slots, width, jnp.int32)
+        return np.zeros((self.shapes.slots, self.shapes.width - 1), np.int32)
 
     def _verify(
         self,
         lay: Layout,
         token_BK: Any,
-        keep_B: Any,
+        width: int,
         clock: "_Phases",
-        width: int = 0,
-        kept: int | None = None,
+        keep_B: Any = None,
+        decision: S.Decision | None = None,
     ) -> None:
-        before = self.state
-        self._wire, self.state, fresh = self._exe.verify(self.shapes, lay)(
-            self.models.params, self.caches.target, before, token_BK, keep_B
+        """Verifies and commits; without a decision all `width` drafts are kept."""
+        if keep_B is None:
+            keep_B = np.full(self.shapes.slots, width, np.int32)
+        self._wire, self.state, fresh = self.compiler.verify(self.shapes, lay)(
+            self.models.params, self.caches.target, self.state, token_BK, keep_B
         )
         clock.stop("verify", self._wire)
-        self.caches = self._exe.commit(self.shapes, lay.width)(self.caches, fresh)
+        self.caches = self.compiler.commit(self.shapes, lay.width)(self.caches, fresh)
         clock.stop("commit", self.caches)
         active = self.running
         self._pending = StepRecord(
             width=width,
             rows=lay.rows,
-            kept=width * active if kept is None else kept,
+            kept=decision.kept if decision else width * active,
             active=active,
+            decision=decision,
             phase_ms=clock.ms,
         )
 
@@ -317,7 +355,18 @@ class Engine:
                 done.finish = "stop" if stopped else "length"
                 self._slots[i] = None
         self.records.append(record)
-        self.policy.observe(record, outcome)
+        if record.decision is not None:
+            ladder = self._widths()
+            self.chooser.observe(
+                record.width,
+                {
+                    w: u
+                    for w, u in zip(ladder, record.decision.utility, strict=True)
+                    if w <= record.width
+                },
+                predicted=record.active + record.decision.gain,
+                committed=record.committed,
+            )
 
     # -- whole lists -------------------------------------------------------------
 

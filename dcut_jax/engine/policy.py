@@ -1,65 +1,149 @@
-"""What a step verifies: nothing but anchors, everything, or what is worth its cost."""
+"""What a step verifies: anchors alone, everything, or what is worth its cost."""
 
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Literal
 
-import jax.numpy as jnp
+import numpy as np
 
-from dcut_jax.cost.table import CostTable
+from dcut_jax.cost.table import CostTable, cheapest_wide_enough
 from dcut_jax.cut import Objective
+from dcut_jax.cut.width import WidthChooser
 from dcut_jax.decode.pack import Layout, layout, tier_rows
 from dcut_jax.decode.steps import PlanKey, StepShapes, anchors_only, everything
 from pallas_kernels import Backend
 
 # Rows per request of the default tiers: about geometric, and holding the full widths of
 # 3, 7 and 15 drafts and the quarters of a block of 16.
-TIER_FACTORS = (1, 1.5, 2, 3, 4, 6, 8, 12, 16)
+TIER_FACTORS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
+WIDTHS = (3, 7, 15)
 PAPER_RATIOS = (0.25, 0.5, 0.75, 1.0)
 
 
-class Policy(Protocol):
-    """What the engine asks a policy at every step."""
-
-    widths: tuple[int, ...]
-
-    def layouts(self, shapes: StepShapes) -> list[Layout]: ...
-    def reset(self) -> None: ...
-    def observe(self, record: Any, outcome: Any) -> None: ...
-
-
-@dataclass
+@dataclass(frozen=True)
 class ArPolicy:
     """Plain autoregressive decoding: the drafter never runs."""
 
-    widths: tuple[int, ...] = ()
+    kind: Literal["ar"] = "ar"
 
     def layouts(self, shapes: StepShapes) -> list[Layout]:
         return [anchors_only(shapes)]
 
-    def reset(self) -> None: ...
 
-    def observe(self, record: Any, outcome: Any) -> None: ...
-
-
-@dataclass
+@dataclass(frozen=True)
 class FixedPolicy:
     """Always `width` drafts, all of them verified."""
 
     width: int
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        return (self.width,)
-
-    def next_width(self) -> int:
-        return self.width
+    kind: Literal["fixed"] = "fixed"
 
     def layouts(self, shapes: StepShapes) -> list[Layout]:
         return [everything(shapes, self.width)]
 
-    def reset(self) -> None: ...
 
-    def observe(self, record: Any, outcome: Any) -> None: ...
+@dataclass(frozen=True)
+class DCutPolicy:
+    """Verifies the drafts of the batch that are worth their cost (arXiv 2607.14647).
+
+    Attributes:
+      table: measured costs of this machine, batch size included.
+      widths: draft widths to choose from. None: `WIDTHS` as far as the drafter goes.
+      factors: tiers, in rows per request; ends are added. None: `TIER_FACTORS`.
+      objective, ratios: see `cut.plan`. `published()` sets them as the paper does.
+      backend: of the top-k kernel.
+    """
+
+    table: CostTable
+    widths: tuple[int, ...] | None = None
+    factors: tuple[float, ...] | None = None
+    objective: Objective = "tokens"
+    ratios: tuple[float, ...] | None = None
+    backend: Backend = "xla"
+    probe_every: int = 32
+    kind: Literal["dcut"] = "dcut"
+
+    @classmethod
+    def published(
+        cls, table: CostTable, block_drafts: int, backend: Backend = "xla"
+    ) -> "DCutPolicy":
+        """The paper's policy: full blocks, four ratios, anchors not counted."""
+        return cls(
+            table=table,
+            widths=(block_drafts,),
+            objective="paper",
+            ratios=PAPER_RATIOS,
+            backend=backend,
+        )
+
+    def ladder(self, shapes: StepShapes) -> tuple[int, ...]:
+        """Draft widths, as far as this drafter's block goes."""
+        most = shapes.width - 1
+        if self.widths is None:
+            return tuple(sorted({min(w, most) for w in WIDTHS}))
+        beyond = [w for w in self.widths if not 1 <= w <= most]
+        if beyond:
+            raise ValueError(
+                f"draft widths {beyond} are outside 1..{most}, what this drafter's "
+                f"block holds"
+            )
+        return tuple(sorted(set(self.widths)))
+
+    def tiers(self, shapes: StepShapes) -> tuple[int, ...]:
+        """Rows of each tier; with ratios, one tier per ratio."""
+        B, W = shapes.slots, shapes.width
+        if self.ratios is not None:
+            return tuple(
+                max(B, -(-round(B * W * r * 10_000) // 10_000)) for r in self.ratios
+            )
+        if self.factors is not None:
+            return tier_rows(B, W, self.factors)
+        return tier_rows(B, W, tuple(f for f in TIER_FACTORS if f <= W))
+
+    def plan_key(self, shapes: StepShapes) -> PlanKey:
+        return PlanKey(
+            rows_R=self.tiers(shapes),
+            widths=self.ladder(shapes),
+            objective=self.objective,
+            ratios=self.ratios,
+            backend=self.backend,
+        )
+
+    def layout(self, shapes: StepShapes, width: int, rows: int) -> Layout:
+        """The executable of a tier: the plain fixed-width one where all is verified."""
+        if rows == shapes.slots * (width + 1):
+            return everything(shapes, width)
+        return layout(shapes.slots, rows, shapes.width)
+
+    def layouts(self, shapes: StepShapes) -> list[Layout]:
+        """Every executable that a plan can ask for."""
+        wanted = {
+            self.layout(shapes, width, rows)
+            for width in self.ladder(shapes)
+            for rows in self.tiers(shapes)
+            if rows <= shapes.slots * (width + 1)
+        }
+        return sorted(wanted, key=lambda lay: (lay.rows, lay.width))
+
+    def cost_ms(self, shapes: StepShapes, context: float) -> np.ndarray:
+        """Step time by draft width and tier, `[widths, R]` float32, ms.
+
+        A tier beyond a width's full block is never needed at that width; it costs what
+        the full block does, and loses the tie.
+        """
+        B = shapes.slots
+        fixed = self.table.plan_ms(B)
+        rows = []
+        for width in self.ladder(shapes):
+            full = B * (width + 1)
+            lays = [
+                self.layout(shapes, width, min(r, full)) for r in self.tiers(shapes)
+            ]
+            verify = [self.table.verify_ms(B, x.rows, x.width, context) for x in lays]
+            draft = self.table.draft_ms(B, width, context)
+            rows.append(cheapest_wide_enough(np.array(verify)) + draft + fixed)
+        return np.array(rows, np.float32)
+
+    def chooser(self, shapes: StepShapes) -> WidthChooser:
+        return WidthChooser(self.ladder(shapes), self.probe_every)
 
 
-class DCutPolicy: ...
+Policy = ArPolicy | FixedPolicy | DCutPolicy

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int

@@ -47,7 +47,8 @@ def init(specs: Any, key: jax.Array, dtype: jnp.dtype) -> Any:
         scale = 1 / math.sqrt(spec.fan_in)
         return (jax.random.normal(k, spec.shape) * scale).astype(dtype)
 
-    return treedef.unflatten([draw(s, k) for s, k in zip(leaves, keys, strict=True)])
+    drawn = [draw(s, k) for s, k in zip(leaves, keys, strict=True)]
+    return jax.tree.unflatten(treedef, drawn)
 
 
 def count(specs: Any) -> int:

@@ -121,13 +121,24 @@ def load_target(source: str | Path, dtype: DTypeLike = jnp.float32) -> Target:
     )
 
 
+def _check_vocabulary(cfg: ModelConfig, tokenizer: TextTokenizer) -> TextTokenizer:
+    """Refuses tokens beyond the embedding, which JAX would clamp silently."""
+    if tokenizer.vocab_size > cfg.vocab:
+        raise CheckpointError(
+            f"{tokenizer.where}: the tokenizer knows {tokenizer.vocab_size} tokens, "
+            f"the embedding has {cfg.vocab} rows; expected at most as many tokens. Is "
+            f"it the tokenizer of this model?"
+        )
+    return tokenizer
+
+
 def _load_gguf(path: Path, name: str, dtype: DTypeLike) -> Target:
     file = GgufFile(path)
     cfg = config_from_gguf(file)
     return Target(
         cfg=cfg,
         params=params_from_gguf(file, cfg, dtype),
-        tokenizer=tokenizer_from_gguf(file),
+        tokenizer=_check_vocabulary(cfg, tokenizer_from_gguf(file)),
         name=name,
         identity=fingerprint([path]),
     )
@@ -141,11 +152,13 @@ def _load_directory(path: Path, dtype: DTypeLike) -> Target:
             f"text, tokenizer.json; found {found or 'an empty directory'}"
         )
     cfg, params = load_hf(path, dtype)
-    has_text = (path / "tokenizer.json").is_file()
+    tokenizer = None
+    if (path / "tokenizer.json").is_file():
+        tokenizer = _check_vocabulary(cfg, tokenizer_from_hf(path))
     return Target(
         cfg=cfg,
         params=params,
-        tokenizer=tokenizer_from_hf(path) if has_text else None,
+        tokenizer=tokenizer,
         name=path.resolve().name,
         identity=fingerprint([path / CONFIG, *weight_files(path)]),
     )

@@ -34,6 +34,19 @@ class Name:
     layout: Layout
 
 
+_LAYER: tuple[tuple[str, str, str, Layout], ...] = (
+    ("attention_norm_E", "input_layernorm", "attn_norm", "as_is"),
+    ("mlp_norm_E", "post_attention_layernorm", "ffn_norm", "as_is"),
+    ("q_EHD", "self_attn.q_proj", "attn_q", "rotary"),
+    ("k_EGD", "self_attn.k_proj", "attn_k", "rotary"),
+    ("v_EGD", "self_attn.v_proj", "attn_v", "linear"),
+    ("o_HDE", "self_attn.o_proj", "attn_output", "linear"),
+    ("q_norm_D", "self_attn.q_norm", "attn_q_norm", "as_is"),
+    ("k_norm_D", "self_attn.k_norm", "attn_k_norm", "as_is"),
+    ("gate_EF", "mlp.gate_proj", "ffn_gate", "linear"),
+    ("up_EF", "mlp.up_proj", "ffn_up", "linear"),
+    ("down_FE", "mlp.down_proj", "ffn_down", "linear"),
+)
 TABLE = (
     Name("embed_VE", "model.embed_tokens.weight", "token_embd.weight", "as_is"),
     Name("norm_E", "model.norm.weight", "output_norm.weight", "as_is"),
@@ -45,19 +58,7 @@ TABLE = (
             f"blk.{{i}}.{gguf}.weight",
             layout,
         )
-        for ours, hf, gguf, layout in (
-            ("attention_norm_E", "input_layernorm", "attn_norm", "as_is"),
-            ("mlp_norm_E", "post_attention_layernorm", "ffn_norm", "as_is"),
-            ("q_EHD", "self_attn.q_proj", "attn_q", "rotary"),
-            ("k_EGD", "self_attn.k_proj", "attn_k", "rotary"),
-            ("v_EGD", "self_attn.v_proj", "attn_v", "linear"),
-            ("o_HDE", "self_attn.o_proj", "attn_output", "linear"),
-            ("q_norm_D", "self_attn.q_norm", "attn_q_norm", "as_is"),
-            ("k_norm_D", "self_attn.k_norm", "attn_k_norm", "as_is"),
-            ("gate_EF", "mlp.gate_proj", "ffn_gate", "linear"),
-            ("up_EF", "mlp.up_proj", "ffn_up", "linear"),
-            ("down_FE", "mlp.down_proj", "ffn_down", "linear"),
-        )
+        for ours, hf, gguf, layout in _LAYER
     ),
 )
 _BY_OURS = {name.ours: name for name in TABLE}

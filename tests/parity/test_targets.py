@@ -17,11 +17,11 @@ from dcut_jax.weights.hf import hf_config, load_hf, save_hf
 from dcut_jax.weights.load import load_target, smollm2_path
 from dcut_jax.weights.names import HF, publish
 
-NEEDED = [name for name in ("torch", "transformers") if find_spec(name) is None]
+MISSING = [name for name in ("torch", "transformers") if find_spec(name) is None]
 pytestmark = [
     pytest.mark.parity,
     pytest.mark.skipif(
-        bool(NEEDED), reason=f"parity with transformers needs {' and '.join(NEEDED)}"
+        bool(MISSING), reason=f"parity with transformers needs {' and '.join(MISSING)}"
     ),
     # Warnings of torch and transformers are theirs to fix.
     pytest.mark.filterwarnings("ignore"),
@@ -163,8 +163,12 @@ LLAMA3 = {
 
 def random_model(kind, rope, tied):
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
-    from transformers import Qwen3ForCausalLM
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+    )
 
     torch.manual_seed(0)
     parameters = SHAPE | {"rope_parameters": rope, "tie_word_embeddings": tied}

@@ -120,7 +120,9 @@ def write_gguf():
     matrices get type `kind`, vectors stay F32.
     """
 
-    def write(path, cfg, published, *, kind="F32", fields=None, tensors=None, arch=None):
+    def write(
+        path, cfg, published, *, kind="F32", fields=None, tensors=None, arch=None
+    ):
         arch = arch or ("qwen3" if cfg.qk_norm else "llama")
         writer = gguf.GGUFWriter(path, arch)
         for key, value in (gguf_fields(cfg) | (fields or {})).items():

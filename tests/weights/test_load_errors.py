@@ -45,7 +45,9 @@ def cut(path, size):
 # Safetensors files.
 
 
-@pytest.mark.parametrize("size", [0, 5, 60, -4], ids=["empty", "size", "header", "data"])
+@pytest.mark.parametrize(
+    "size", [0, 5, 60, -4], ids=["empty", "size", "header", "data"]
+)
 def test_a_truncated_file(make, size):
     directory = make()
     cut(directory / "model.safetensors", size)
@@ -150,6 +152,19 @@ def test_a_broken_config(make, text, message):
         ({"hidden_size": None}, "hidden_size"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised"),
         ({"num_key_value_heads": 3}, "multiple"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' is not supp"),
+        (
+            {
+                "rope_scaling": {
+                    "type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 8192,
+                }
+            },
+            "scale RoPE differently",
+        ),
     ],
 )
 def test_a_config_that_is_not_supported(make, config, message):
@@ -301,6 +316,14 @@ def test_a_broken_tokenizer(with_tokenizer):
     cut(with_tokenizer / "tokenizer.json", 40)
     with pytest.raises(CheckpointError, match=r"tokenizer\.json is truncated"):
         load_target(str(with_tokenizer))
+
+
+def test_a_tokenizer_of_another_model(with_tokenizer):
+    words = {str(i): i for i in range(41)}
+    backend = Tokenizer(models.WordLevel(words, unk_token="0"))
+    backend.save(str(with_tokenizer / "tokenizer.json"))
+    with pytest.raises(CheckpointError, match="knows 41 tokens, .* has 40 rows"):
+        load_target(with_tokenizer)
 
 
 def test_broken_files_beside_a_tokenizer(with_tokenizer):

@@ -22,7 +22,9 @@ def smollm2_tokenizer(smollm2):
 
 def test_stored_ids(smollm2_tokenizer):
     assert len(GOLDEN["texts"]) >= 30
-    got = {case["text"]: smollm2_tokenizer.encode(case["text"]) for case in GOLDEN["texts"]}
+    got = {
+        case["text"]: smollm2_tokenizer.encode(case["text"]) for case in GOLDEN["texts"]
+    }
     assert got == {case["text"]: case["ids"] for case in GOLDEN["texts"]}
 
 
@@ -97,7 +99,14 @@ def test_qwen2_splits_like_its_pattern(tmp_path):
         eos="<|im_end|>",
     )
     ids = tokenizer.encode("12 ab<tool_call><|im_end|>")
-    assert [tokens[i] for i in ids] == ["1", "2", "Ġa", "b", "<tool_call>", "<|im_end|>"]
+    assert [tokens[i] for i in ids] == [
+        "1",
+        "2",
+        "Ġa",
+        "b",
+        "<tool_call>",
+        "<|im_end|>",
+    ]
     assert tokenizer.decode(ids) == "12 ab<tool_call>"
     assert tokenizer.eos_ids == (tokens.index("<|im_end|>"),)
 

@@ -1,0 +1,150 @@
+"""What a bench leaves behind: raw cells, checked texts, and where they were made.
+
+One line of JSON holds a whole run. Ratios, medians and pictures are derived from it
+(`report`), so a run can be told again without running again.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self
+
+VERSION = 1
+AR = "ar"  # the arm that every other one is compared with
+
+
+class RecordError(ValueError):
+    """A record that is not one of this version's."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One arm at one batch size in one round.
+
+    Attributes:
+      round: arms take turns, so cells of one round saw the machine in one mood.
+      tokens, steps, seconds: emitted tokens, decode steps, and the time of both.
+      mean_accepted_length: committed tokens per request and step, the anchor's included.
+      kept_share: rows verified, of the rows that full width would verify.
+      mean_width: drafts asked for per request and step.
+      phase_ms: mean time per step of draft, plan, verify, commit and read.
+      load: the machine's 1-minute load average at the end.
+    """
+
+    batch: int
+    arm: str
+    round: int
+    tokens: int
+    steps: int
+    seconds: float
+    mean_accepted_length: float
+    kept_share: float
+    mean_width: float
+    phase_ms: Mapping[str, float]
+    load: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first place where an arm's text leaves AR's.
+
+    Attributes:
+      prompt, position: which prompt, and which of its new tokens, from 0.
+      batch: batch size of the run that differed.
+      gap: between the target's logits of the two tokens. A tiny one is a near-tie that
+        another batch shape flipped; a large one is a bug.
+      expected, found: AR's token and the arm's.
+    """
+
+    prompt: int
+    position: int
+    batch: int
+    gap: float
+    expected: int
+    found: int
+
+
+@dataclass(frozen=True)
+class TextCheck:
+    """How one arm's texts compare with AR's."""
+
+    arm: str
+    prompts: int
+    tokens: int
+    differences: tuple[Difference, ...]
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """A whole run.
+
+    Attributes:
+      command: what was typed; `date` is ISO 8601.
+      machine: device kind, CPU model, cores, versions, commit, and whether it was dirty.
+      target, drafter: names for people; `dtype` and `draft_dtype` are of their weights.
+      prompts: how many were decoded, up to `max_new_tokens` tokens each.
+      compile_s, profile_s: spent before the first cell, in none of them.
+    """
+
+    command: str
+    date: str
+    machine: Mapping[str, Any]
+    target: str
+    drafter: str
+    dtype: str
+    draft_dtype: str
+    prompts: int
+    max_new_tokens: int
+    compile_s: float
+    profile_s: float
+    cells: tuple[Cell, ...]
+    checks: tuple[TextCheck, ...]
+
+    def to_json(self) -> str:
+        """One line. Numbers that are not finite become null, which JSON can hold."""
+        data = {"version": VERSION, **asdict(self)}
+        return json.dumps(_finite(data), allow_nan=False, ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Reads what `to_json` wrote; null numbers come back as NaN.
+
+        Raises:
+          RecordError: the text is no such record.
+        """
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise RecordError(f"expected a bench record, found no JSON: {error}") from None
+        found = data.pop("version", None) if isinstance(data, dict) else None
+        if found != VERSION:
+            raise RecordError(
+                f"expected a bench record of version {VERSION}, found {found}; "
+                f"run the bench again, or read it with the release that wrote it"
+            )
+        data["cells"] = tuple(_build(Cell, c) for c in data.get("cells", ()))
+        checks = []
+        for check in data.get("checks", ()):
+            found = tuple(_build(Difference, d) for d in check.get("differences", ()))
+            checks.append(_build(TextCheck, {**check, "differences": found}))
+        return _build(cls, {**data, "checks": tuple(checks)})
+
+
+def _build[T](cls: type[T], raw: Mapping[str, Any]) -> T:
+    wanted = {f.name: f.type for f in fields(cls)}
+    return cls(**raw)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(k): _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return value

@@ -1,0 +1,34 @@
+"""Timing of prepared steps: warm-up, interleaved rounds, raw samples."""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import jax
+
+Key = TypeVar("Key")
+
+
+def measure(
+    steps: Mapping[Key, Callable[[], object]],
+    *,
+    rounds: int,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> dict[Key, tuple[float, ...]]:
+    """Times each step `rounds` times, in ms, after one run that does not count.
+
+    The steps take turns, so that a slow spell of the machine falls on all of them.
+    Each callable returns what must be ready for the step to be over.
+    """
+    for step in steps.values():
+        jax.block_until_ready(step())
+    samples: dict[Key, list[float]] = {key: [] for key in steps}
+    total = rounds * len(steps)
+    for done in range(rounds):
+        for i, (key, step) in enumerate(steps.items()):
+            start = time.perf_counter()
+            jax.block_until_ready(step())
+            samples[key].append((time.perf_counter() - start) * 1e3)
+            if on_progress:
+                on_progress(done * len(steps) + i + 1, total)
+    return {key: tuple(values) for key, values in samples.items()}

@@ -1,0 +1,223 @@
+"""Measuring the cost table of an engine's steps, with real tokens in the caches."""
+
+import os
+import platform
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from dcut_jax.cost.measure import measure
+from dcut_jax.cost.table import CostError, CostTable, Fingerprint
+from dcut_jax.decode import steps as S
+from dcut_jax.decode.pack import Layout
+from dcut_jax.engine.engine import Engine, EngineConfig
+from dcut_jax.engine.policy import ArPolicy, DCutPolicy
+from dcut_jax.engine.requests import Request
+from dcut_jax.models.cache import CHUNK
+
+ROUNDS = 5
+
+
+def fingerprint(
+    models: S.Models, config: EngineConfig, target: str, drafter: str
+) -> Fingerprint:
+    """Where this process runs, and on what. `target`, `drafter`: their identities."""
+    device = jax.devices()[0]
+    weights, drafter_weights = models.params["target"], models.params.get("drafter")
+    return Fingerprint(
+        device_kind=device.device_kind,
+        device_count=1,
+        host=f"{_cpu_model()}, {os.cpu_count()} cores"
+        if device.platform == "cpu"
+        else "",
+        mesh=(),
+        strategy="single",
+        target=target,
+        drafter=drafter,
+        dtype=str(weights["embed_VE"].dtype),
+        draft_dtype=str(drafter_weights["fc_CE"].dtype) if drafter_weights else "",
+        cache_dtype=config.cache_dtype,
+        positions=config.max_length,
+        jax=jax.__version__,
+    )
+
+
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def table_path(directory: Path, here: Fingerprint) -> Path:
+    """File of the table for `here`: one per device, target, drafter and dtypes."""
+    parts = (
+        here.device_kind,
+        here.target,
+        here.drafter or "none",
+        here.dtype,
+        here.draft_dtype or "none",
+        str(here.positions),
+    )
+    name = "-".join(p.replace(" ", "_").replace("/", "_") for p in parts)
+    return directory / f"{name}.json"
+
+
+def default_directory() -> Path:
+    """Where tables are kept: `$XDG_CACHE_HOME/dcut-jax/cost`, or under `~/.cache`."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "dcut-jax" / "cost"
+
+
+def contexts(config: EngineConfig) -> tuple[int, ...]:
+    """Context lengths to profile: one chunk of the cache, and then doublings."""
+    found, length = [], CHUNK
+    while length < config.max_length:
+        found.append(length)
+        length *= 2
+    return tuple(found) or (config.max_length - 1,)
+
+
+def profile(
+    models: S.Models,
+    config: EngineConfig,
+    policy_shape: DCutPolicy,
+    here: Fingerprint,
+    prompt: Sequence[int],
+    *,
+    compiler: S.Compiler | None = None,
+    rounds: int = ROUNDS,
+    on_progress: Callable[[str, int, int], None] | None = None,
+) -> CostTable:
+    """Measures every step that a D-Cut policy can ask for at one batch size.
+
+    Args:
+      policy_shape: gives draft widths and tiers; its table is not read.
+      prompt: real tokens, repeated to fill the caches up to each context. Drafts are
+        the drafter's own and rows go where its confidence sends them.
+      on_progress: called with what is measured, steps done, and steps in all.
+    """
+    engine = Engine(models, config, ArPolicy(), compiler=compiler)
+    found: dict[str, dict[tuple[int, ...], tuple[float, ...]]] = {
+        "draft": {},
+        "verify": {},
+        "plan": {},
+    }
+    for context in contexts(config):
+        _fill(engine, prompt, context)
+        label = f"batch {config.slots}, context {context}"
+        steps = _steps(engine, policy_shape, context)
+
+        def progress(done: int, total: int, label: str = label) -> None:
+            if on_progress:
+                on_progress(label, done, total)
+
+        for (kind, *cell), samples in measure(
+            steps, rounds=rounds, on_progress=progress
+        ).items():
+            found[kind][tuple(cell)] = samples
+    return CostTable(here, found["draft"], found["verify"], found["plan"])
+
+
+def _steps(
+    engine: Engine, policy_shape: DCutPolicy, context: int
+) -> dict[tuple[Any, ...], Callable[[], object]]:
+    """Every step to time at the engine's present context, by kind and table key."""
+    exe, shapes, params = engine.compiler, engine.shapes, engine.models.params
+    state, B = engine.state, shapes.slots
+    key = policy_shape.plan_key(shapes)
+    widest = exe.draft(shapes, key.widths[-1])
+    proposal = widest(params, engine.caches.drafter, state)
+    logp_BK = np.asarray(proposal.logp_BK)
+
+    def draft_step(width: int) -> Callable[[], object]:
+        run = exe.draft(shapes, width)
+        return lambda: run(params, engine.caches.drafter, state)
+
+    def verify_step(lay: Layout) -> Callable[[], object]:
+        run, write = exe.verify(shapes, lay), exe.commit(shapes, lay.width)
+        keep_B = _spread(logp_BK, lay)
+
+        def step() -> object:
+            wire, _, fresh = run(
+                params, engine.caches.target, state, proposal.token_BK, keep_B
+            )
+            # Each time over the same positions: the context does not grow.
+            engine.caches = write(engine.caches, fresh)
+            return wire, engine.caches
+
+        return step
+
+    def plan_step() -> object:
+        cost = np.ones((len(key.widths), len(key.rows_R)), np.float32)
+        last = np.int32(len(key.widths) - 1)
+        wire = np.zeros((B, shapes.wire_columns), np.int32)
+        _, bundle = exe.decide(shapes, key)(proposal, state, cost, last, wire)
+        return np.asarray(bundle)
+
+    steps: dict[tuple[Any, ...], Callable[[], object]] = {("plan", B): plan_step}
+    for width in key.widths:
+        steps["draft", B, width, context] = draft_step(width)
+    for lay in policy_shape.layouts(shapes):
+        steps["verify", B, lay.rows, lay.width, context] = verify_step(lay)
+    return steps
+
+
+def _fill(engine: Engine, prompt: Sequence[int], context: int) -> None:
+    """Fills every slot with `context` real tokens, each slot with its own stretch."""
+    engine.reset()
+    tokens = np.resize(np.asarray(prompt), context + 7 * engine.config.slots)
+    distinct = [
+        engine.prefill(Request(tuple(int(t) for t in tokens[7 * i :][:context]), 1))
+        for i in range(min(engine.config.slots, 4))
+    ]
+    for i in range(engine.config.slots):
+        ready = distinct[i % len(distinct)]
+        engine.place(i, ready, room=engine.shapes.positions)
+
+
+def _spread(logp_BK: np.ndarray, lay: Layout) -> np.ndarray:
+    """Keep counts that fill a layout with the likeliest drafts, as a plan would."""
+    B = logp_BK.shape[0]
+    survival_BK = np.cumsum(logp_BK, axis=1)[:, : lay.width - 1]
+    order = np.argsort(-survival_BK.T.ravel(), kind="stable")[: lay.rows - B]
+    return np.bincount(order % B, minlength=B).astype(np.int32)
+
+
+def cost_table(
+    models: S.Models,
+    config: EngineConfig,
+    policy_shape: DCutPolicy,
+    here: Fingerprint,
+    directory: Path,
+    *,
+    measure_missing: Callable[[], CostTable] | None,
+) -> CostTable:
+    """The stored table for `here`, with this batch size in it.
+
+    Args:
+      measure_missing: measures this batch size where the store has none; None refuses.
+
+    Raises:
+      CostError: the stored table is another machine's, or there is none and measuring
+        is not allowed.
+    """
+    path = table_path(directory, here)
+    stored = CostTable.load(path).require(here) if path.exists() else None
+    if stored is not None and stored.covers(config.slots):
+        return stored
+    if measure_missing is None:
+        raise CostError(
+            f"expected a cost table with batch size {config.slots} at {path}, found "
+            f"{'none for that size' if stored else 'no file'}; measure one with "
+            f"`python -m dcut_jax.profile`"
+        )
+    fresh = measure_missing()
+    table = stored.merged(fresh) if stored else fresh
+    table.save(path)
+    return table
