@@ -8,10 +8,12 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 VERSION = 1
 AR = "ar"  # the arm that every other one is compared with
+
+R = TypeVar("R")
 
 
 class RecordError(ValueError):
@@ -120,31 +122,43 @@ class BenchResult:
         try:
             data = json.loads(text)
         except json.JSONDecodeError as error:
-            raise RecordError(f"expected a bench record, found no JSON: {error}") from None
+            raise RecordError(
+                f"expected a bench record on one line of JSON, found {error}; "
+                f"pass the file that the bench wrote"
+            ) from error
         found = data.pop("version", None) if isinstance(data, dict) else None
         if found != VERSION:
             raise RecordError(
                 f"expected a bench record of version {VERSION}, found {found}; "
                 f"run the bench again, or read it with the release that wrote it"
             )
-        data["cells"] = tuple(_build(Cell, c) for c in data.get("cells", ()))
-        checks = []
-        for check in data.get("checks", ()):
-            found = tuple(_build(Difference, d) for d in check.get("differences", ()))
-            checks.append(_build(TextCheck, {**check, "differences": found}))
-        return _build(cls, {**data, "checks": tuple(checks)})
+        cells = tuple(_build(Cell, c) for c in data.get("cells", ()))
+        checks = tuple(_text_check(c) for c in data.get("checks", ()))
+        return _build(cls, {**data, "cells": cells, "checks": checks})
 
 
-def _build[T](cls: type[T], raw: Mapping[str, Any]) -> T:
-    wanted = {f.name: f.type for f in fields(cls)}
-    return cls(**raw)
+def _text_check(raw: Mapping[str, Any]) -> TextCheck:
+    differences = tuple(_build(Difference, d) for d in raw.get("differences", ()))
+    return _build(TextCheck, {**raw, "differences": differences})
+
+
+def _build(record: type[R], raw: Mapping[str, Any]) -> R:
+    """A record from its fields; every one must be there, and no other."""
+    wanted = {f.name for f in fields(record)}  # type: ignore[arg-type]
+    if wanted != raw.keys():
+        raise RecordError(
+            f"{record.__name__}: expected the fields {sorted(wanted)}, "
+            f"found {sorted(raw)}; run the bench again"
+        )
+    missing_numbers = {k: math.nan for k, v in raw.items() if v is None}
+    return record(**{**raw, **missing_numbers})
 
 
 def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
-        return {str(k): _finite(v) for k, v in value.items()}
+        return {str(key): _finite(v) for key, v in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(v) for v in value]
     return value

@@ -83,6 +83,12 @@ class CostTable:
                         f"found {samples}; {HOW_TO_MEASURE}"
                     )
 
+    @classmethod
+    def empty(cls) -> "CostTable":
+        """A table without cells, of nowhere; every look-up raises."""
+        nowhere = Fingerprint("", 0, "", (), "", "", "", "", "", "", 0, "")
+        return cls(nowhere, {}, {}, {})
+
     def require(self, here: Fingerprint) -> "CostTable":
         """Returns the table; raises CostError where it was not measured here."""
         differences = self.fingerprint.differences(here)

@@ -18,6 +18,9 @@ from dcut_jax.engine.requests import Completion, Request
 from dcut_jax.models.cache import CHUNK, capacity
 
 PREFILL_CHUNKS = (32, 128)
+# Positions past the longest text, which a step may address but never keeps. The same
+# with and without a drafter, so that prefilled caches fit both.
+SLACK = 32
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,11 @@ class EngineConfig:
             raise ValueError(
                 f"max_length must hold a prompt and a token; found {self.max_length}"
             )
+
+    @property
+    def positions(self) -> int:
+        """Positions that a slot's caches hold."""
+        return capacity(self.max_length + SLACK)
 
 
 @dataclass
@@ -98,9 +106,11 @@ class Engine:
         self.time_phases = time_phases
         self.records: list[StepRecord] = []
         width = models.drafter.max_drafts + 1 if models.drafter else 1
+        if width > SLACK:
+            raise ValueError(f"a block of {width} rows; the caches allow {SLACK}")
         self.shapes = S.StepShapes(
             slots=config.slots,
-            positions=capacity(config.max_length + width),
+            positions=config.positions,
             width=width,
             stops=config.max_stops,
         )
@@ -150,6 +160,11 @@ class Engine:
         self._slots: list[_Slot | None] = [None] * shapes.slots
         self._wire = jnp.zeros((shapes.slots, shapes.wire_columns), jnp.int32)
         self._pending: StepRecord | None = None
+
+    def free(self) -> None:
+        """Gives the caches' memory back; `reset` starts afresh."""
+        del self.caches
+        self._slots = [None] * self.shapes.slots
 
     @property
     def running(self) -> int:

@@ -146,4 +146,9 @@ class DCutPolicy:
         return WidthChooser(self.ladder(shapes), self.probe_every)
 
 
+def unmeasured() -> DCutPolicy:
+    """The default D-Cut policy before its costs are known: what to profile."""
+    return DCutPolicy(CostTable.empty())
+
+
 Policy = ArPolicy | FixedPolicy | DCutPolicy

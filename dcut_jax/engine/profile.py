@@ -40,7 +40,7 @@ def fingerprint(
         dtype=str(weights["embed_VE"].dtype),
         draft_dtype=str(drafter_weights["fc_CE"].dtype) if drafter_weights else "",
         cache_dtype=config.cache_dtype,
-        positions=config.max_length,
+        positions=config.positions,
         jax=jax.__version__,
     )
 
@@ -190,9 +190,7 @@ def _spread(logp_BK: np.ndarray, lay: Layout) -> np.ndarray:
 
 
 def cost_table(
-    models: S.Models,
     config: EngineConfig,
-    policy_shape: DCutPolicy,
     here: Fingerprint,
     directory: Path,
     *,

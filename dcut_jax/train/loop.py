@@ -101,7 +101,9 @@ class TrainConfig:
             )
 
 
-def read_config(path: str | Path, overrides: dict[str, Any] | None = None) -> TrainConfig:
+def read_config(
+    path: str | Path, overrides: dict[str, Any] | None = None
+) -> TrainConfig:
     """Reads a run's TOML file.
 
     Raises:
@@ -201,7 +203,11 @@ def train_step(
 
 
 def make_shortlist(
-    blocks: Blocks, frequent: np.ndarray, size: int, vocab: int, rng: np.random.Generator
+    blocks: Blocks,
+    frequent: np.ndarray,
+    size: int,
+    vocab: int,
+    rng: np.random.Generator,
 ) -> Shortlist:
     """The words of one step's softmax: its labels, frequent words, random others.
 
@@ -292,11 +298,11 @@ class Trainer:
         self.tx = make_optimizer(cfg)
         self.state = init_state(self.drafter_cfg, self.tx, cfg.seed)
         self._steps: dict[int, Callable[..., Any]] = {}
-        self._matches = jax.jit(
-            partial(self._match_blocks), static_argnames="width"
-        )
+        self._matches = jax.jit(partial(self._match_blocks), static_argnames="width")
 
-    def _match_blocks(self, p: Any, embed: Array, head: Array, blocks: Blocks, width: int):
+    def _match_blocks(
+        self, p: Any, embed: Array, head: Array, blocks: Blocks, width: int
+    ):
         dtype = jnp.dtype(self.cfg.compute_dtype)
         return block_matches(p, self.drafter_cfg, embed, head, blocks, width, dtype)
 

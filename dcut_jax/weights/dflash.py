@@ -25,7 +25,6 @@ from dcut_jax.config import (
 )
 from dcut_jax.models.drafter import specs
 from dcut_jax.models.params import ParamSpec, flatten_names
-
 from dcut_jax.weights.errors import CheckpointError
 from dcut_jax.weights.safetensors_io import read_tensors, write_tensors
 

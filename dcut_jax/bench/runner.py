@@ -1,0 +1,201 @@
+"""Runs the arms of a bench side by side and checks every text against AR's."""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dcut_jax.bench.records import AR, Cell, Difference, TextCheck
+from dcut_jax.decode.steps import Caches, Models
+from dcut_jax.engine.engine import Engine, Prefilled, StepRecord
+from dcut_jax.engine.policy import ArPolicy, DCutPolicy, FixedPolicy, Policy
+from dcut_jax.engine.requests import Completion
+from dcut_jax.models import dense
+
+PUBLISHED, DCUT = "published", "dcut"
+FIXED = "fixed-"
+PHASE_STEPS = 6
+
+
+def policy_of(arm: str, costs: Callable[[], DCutPolicy], most: int) -> Policy:
+    """The policy that an arm's name stands for; `most` drafts fit in a block.
+
+    Raises:
+      ValueError: an unknown arm.
+    """
+    if arm == AR:
+        return ArPolicy()
+    if arm.startswith(FIXED) and arm[len(FIXED) :].isdigit():
+        width = int(arm[len(FIXED) :])
+        if 1 <= width <= most:
+            return FixedPolicy(width)
+        raise ValueError(f"arm {arm!r}: this drafter's block holds 1 to {most} drafts")
+    if arm == PUBLISHED:
+        return DCutPolicy.published(costs().table, most)
+    if arm == DCUT:
+        return costs()
+    raise ValueError(
+        f"arm {arm!r} is unknown; choose from {AR}, {FIXED}WIDTH, {PUBLISHED}, {DCUT}"
+    )
+
+
+@dataclass
+class Arm:
+    """An arm at one batch size."""
+
+    name: str
+    engine: Engine
+
+
+class Texts:
+    """AR's text of every prompt, and where other arms left it."""
+
+    def __init__(self, reference: Sequence[Completion]) -> None:
+        self._reference = [c.tokens for c in reference]
+        self._seen: dict[str, dict[int, int]] = {}
+        self._differences: dict[str, dict[tuple[int, int], Difference]] = {}
+
+    def check(self, arm: str, batch: int, prompt: int, tokens: Sequence[int]) -> None:
+        """Compares a text, or as much of it as there is, with AR's."""
+        want = self._reference[prompt]
+        seen = self._seen.setdefault(arm, {})
+        seen[prompt] = max(seen.get(prompt, 0), len(tokens))
+        for position, (a, b) in enumerate(zip(want, tokens, strict=False)):
+            if a != b:
+                found = Difference(prompt, position, batch, float("nan"), a, b)
+                self._differences.setdefault(arm, {}).setdefault((prompt, batch), found)
+                return
+
+    def results(self, gap: Callable[[Difference], float]) -> tuple[TextCheck, ...]:
+        """One check per arm; `gap` gives the target's logit gap of a difference."""
+        return tuple(
+            TextCheck(
+                arm,
+                len(seen),
+                sum(seen.values()),
+                tuple(
+                    replace(d, gap=gap(d))
+                    for d in self._differences.get(arm, {}).values()
+                ),
+            )
+            for arm, seen in self._seen.items()
+        )
+
+    def prefix(self, difference: Difference) -> list[int]:
+        """AR's tokens up to a difference."""
+        return self._reference[difference.prompt][: difference.position]
+
+
+def logit_gap(
+    models: Models, prompt: Sequence[int], texts: Texts, difference: Difference
+) -> float:
+    """The target's logit of AR's token less that of the other, at the difference."""
+    tokens = [*prompt, *texts.prefix(difference)]
+    padded = np.zeros((1, -(-len(tokens) // 128) * 128), np.int32)
+    padded[0, : len(tokens)] = tokens
+    valid = np.arange(padded.shape[1])[None] < len(tokens)
+    weights = models.params["target"]
+    rows = dense.forward_sequences(
+        weights, models.target, jnp.asarray(padded), jnp.asarray(valid)
+    )
+    last_E = rows.hidden[0, len(tokens) - 1]
+    logits_V = dense.logits(last_E[None], dense.head_VE(weights))[0]
+    return float(logits_V[difference.expected] - logits_V[difference.found])
+
+
+def for_arm(ready: Prefilled, models: Models) -> Prefilled:
+    """A prefilled prompt for an engine with or without a drafter."""
+    if models.drafter is not None:
+        return ready
+    return replace(ready, caches=Caches(ready.caches.target, None))
+
+
+def run_cell(
+    arm: Arm,
+    ready: Sequence[Prefilled],
+    texts: Texts,
+    *,
+    round: int,
+    tokens_per_request: int,
+) -> Cell:
+    """Decodes at constant concurrency until so many tokens per slot have come.
+
+    A request that ends is replaced at once by the next prompt, whose prefill was done
+    before and is in no arm's time. Then a few steps more are run with every phase
+    waited for; they give `phase_ms` and count nowhere else.
+    """
+    engine, B = arm.engine, arm.engine.config.slots
+    engine.reset()
+    running: list[tuple[int, Completion]] = []
+    # Every arm meets the prompts in the same order; rounds start at different ones.
+    order = (i % len(ready) for i in count(round * B))
+
+    def refill() -> None:
+        nonlocal running
+        for prompt, completion in running:
+            if completion.finish != "running":
+                texts.check(arm.name, B, prompt, completion.tokens)
+        running = [r for r in running if r[1].finish == "running"]
+        while engine.running < B:
+            prompt = next(order)
+            completion = engine.admit(for_arm(ready[prompt], engine.models))
+            running.append((prompt, completion))
+        jax.block_until_ready(engine.caches)
+
+    engine.time_phases = False
+    first = len(engine.records)
+    seconds, goal = 0.0, B * tokens_per_request
+    committed = 0
+    while committed < goal:
+        refill()
+        start = time.perf_counter()
+        engine.step()
+        jax.block_until_ready(engine.caches)
+        seconds += time.perf_counter() - start
+        committed = sum(r.committed for r in engine.records[first:])
+    timed = engine.records[first:]
+
+    engine.time_phases = True
+    first = len(engine.records)
+    for _ in range(PHASE_STEPS):
+        refill()
+        engine.step()
+    engine.flush()
+    phases = engine.records[first:]
+    engine.time_phases = False
+    for prompt, completion in running:
+        texts.check(arm.name, B, prompt, completion.tokens)
+    engine.free()
+    return Cell(
+        batch=B,
+        arm=arm.name,
+        round=round,
+        tokens=sum(r.committed for r in timed),
+        steps=len(timed),
+        seconds=seconds,
+        **_shape_of(timed, engine.shapes.width),
+        phase_ms=_mean_phases(phases),
+        load=os.getloadavg()[0],
+    )
+
+
+def _shape_of(records: Sequence[StepRecord], width: int) -> dict[str, float]:
+    active = sum(r.active for r in records)
+    return {
+        "mean_accepted_length": sum(r.committed for r in records) / active,
+        "kept_share": sum(r.active + r.kept for r in records) / (active * width),
+        "mean_width": sum(r.width for r in records) / len(records),
+    }
+
+
+def _mean_phases(records: Sequence[StepRecord]) -> dict[str, float]:
+    names = {name for r in records for name in r.phase_ms}
+    return {
+        name: float(np.mean([r.phase_ms.get(name, 0.0) for r in records]))
+        for name in sorted(names)
+    }
