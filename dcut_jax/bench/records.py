@@ -27,7 +27,8 @@ class Cell:
     Attributes:
       round: arms take turns, so cells of one round saw the machine in one mood.
       tokens, steps, seconds: emitted tokens, decode steps, and the time of both.
-      mean_accepted_length: committed tokens per request and step, the anchor's included.
+      mean_accepted_length: tokens committed per request and step, E[L]; the anchor's
+        own is one of them.
       kept_share: rows verified, of the rows that full width would verify.
       mean_width: drafts asked for per request and step.
       phase_ms: mean time per step of draft, plan, verify, commit and read.
@@ -87,7 +88,7 @@ class BenchResult:
 
     Attributes:
       command: what was typed; `date` is ISO 8601.
-      machine: device kind, CPU model, cores, versions, commit, and whether it was dirty.
+      machine: `device_kind`, `cpu`, `cores`, `jax`, `python`, `commit`, `dirty`.
       target, drafter: names for people; `dtype` and `draft_dtype` are of their weights.
       prompts: how many were decoded, up to `max_new_tokens` tokens each.
       compile_s, profile_s: spent before the first cell, in none of them.

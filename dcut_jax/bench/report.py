@@ -1,0 +1,246 @@
+"""From raw cells to what a person reads: a table, a picture, a line per checked text."""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from dcut_jax.bench.records import AR, BenchResult, Cell, Difference, TextCheck
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLUMNS = 100
+SHOWN_PHASES = ("draft", "plan", "verify")  # all others are shown as one
+SHOWN_DIFFERENCES = 10
+
+NAMES = {AR: "AR", "published": "D-Cut, published", "dcut": "D-Cut"}
+
+# Okabe and Ito's colours, told apart with any colour vision; every arm has a marker of
+# its own besides. Fixed widths are of one family: lighter and darker blues.
+INK, GRID = "#222222", "#d9d9d9"
+STYLES = {
+    AR: {"color": INK, "marker": "o", "linestyle": "--"},
+    "published": {"color": "#009E73", "marker": "^"},
+    "dcut": {"color": "#D55E00", "marker": "D", "linewidth": 2.6, "zorder": 4},
+}
+FAMILY = ("#9CCBEA", "#56B4E9", "#0072B2", "#003F6B")
+OTHERS = ("#CC79A7", "#E69F00", "#7F7F7F", "#B59F00")
+FAMILY_MARKERS = ("s", "v", "P", "X")
+HOW_TO_INSTALL = 'pip install "dcut-jax[plot]"'
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median, smallest and largest over the rounds."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        return cls(statistics.median(values), min(values), max(values))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One arm at one batch size, over all rounds.
+
+    Attributes:
+      ratio: tokens per second over AR's *of the same round and batch size*, so that a
+        machine that slows down between rounds does not enter; None without AR.
+      mean_accepted_length, kept_share, mean_width, phase_ms: medians; see `Cell`.
+    """
+
+    batch: int
+    arm: str
+    rounds: int
+    tokens_per_s: Spread
+    ratio: Spread | None
+    mean_accepted_length: float
+    kept_share: float
+    mean_width: float
+    phase_ms: dict[str, float]
+
+
+def summarise(cells: Iterable[Cell]) -> list[Row]:
+    """One row per batch size and arm: batch sizes rising, arms in the order they came.
+
+    Raises:
+      ValueError: two cells of one batch size, arm and round.
+    """
+    by_place: dict[tuple[int, str], dict[int, Cell]] = defaultdict(dict)
+    for cell in cells:
+        rounds = by_place[cell.batch, cell.arm]
+        if cell.round in rounds:
+            raise ValueError(
+                f"expected one cell per batch size, arm and round, found two for batch "
+                f"{cell.batch}, {cell.arm}, round {cell.round}; number the rounds"
+            )
+        rounds[cell.round] = cell
+    arms = list(dict.fromkeys(arm for _, arm in by_place))
+    places = sorted(by_place, key=lambda place: (place[0], arms.index(place[1])))
+    return [_row(by_place[place], by_place.get((place[0], AR), {})) for place in places]
+
+
+def _row(own: dict[int, Cell], reference: dict[int, Cell]) -> Row:
+    """The row of an arm's cells by round, given AR's at the same batch size."""
+    cells = list(own.values())
+    ratios = [
+        own[r].tokens_per_s / reference[r].tokens_per_s for r in own if r in reference
+    ]
+    phases = list(dict.fromkeys(name for c in cells for name in c.phase_ms))
+    return Row(
+        batch=cells[0].batch,
+        arm=cells[0].arm,
+        rounds=len(cells),
+        tokens_per_s=Spread.of([c.tokens_per_s for c in cells]),
+        ratio=Spread.of(ratios) if ratios else None,
+        mean_accepted_length=statistics.median(c.mean_accepted_length for c in cells),
+        kept_share=statistics.median(c.kept_share for c in cells),
+        mean_width=statistics.median(c.mean_width for c in cells),
+        phase_ms={
+            name: statistics.median(c.phase_ms.get(name, 0.0) for c in cells)
+            for name in phases
+        },
+    )
+
+
+def arm_name(arm: str) -> str:
+    """An arm's name for people."""
+    return NAMES.get(arm, arm.replace("fixed-", "fixed "))
+
+
+def render_table(result: BenchResult) -> Table:
+    """The run as a table of at most `COLUMNS` columns; the best arm of a batch is bold.
+
+    Print it with `as_text`, or on a console that is wide enough.
+    """
+    rows = summarise(result.cells)
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        title=_title(result),
+        title_justify="left",
+        title_style="bold",
+        caption=_caption(result, rows),
+        caption_justify="left",
+    )
+    table.add_column("batch", justify="right")
+    table.add_column("arm", no_wrap=True)
+    for header in ("tokens/s", "spread", "× AR", "spread", "E[L]", "kept", "width"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for phase in (*SHOWN_PHASES, "other"):
+        table.add_column(f"{phase}\nms", justify="right", no_wrap=True)
+    for i, row in enumerate(rows):
+        same_batch = [r for r in rows if r.batch == row.batch]
+        best = max(same_batch, key=lambda r: r.tokens_per_s.median)
+        last = i + 1 == len(rows) or rows[i + 1].batch != row.batch
+        first = i == 0 or rows[i - 1].batch != row.batch
+        table.add_row(
+            str(row.batch) if first else "",
+            *_cells_of(row),
+            style="bold" if row is best else "",
+            end_section=last,
+        )
+    return table
+
+
+def _cells_of(row: Row) -> list[str]:
+    drafts = row.mean_width > 0
+    rate, ratio = row.tokens_per_s, row.ratio
+    other = sum(ms for name, ms in row.phase_ms.items() if name not in SHOWN_PHASES)
+    phases = [*(row.phase_ms.get(name) for name in SHOWN_PHASES), other]
+    return [
+        arm_name(row.arm),
+        f"{rate.median:.0f}",
+        f"{rate.low:.0f}–{rate.high:.0f}",
+        f"{ratio.median:.2f}" if ratio else "",
+        f"{ratio.low:.2f}–{ratio.high:.2f}" if ratio and row.arm != AR else "",
+        f"{row.mean_accepted_length:.2f}",
+        f"{row.kept_share:.0%}" if drafts else "",
+        f"{row.mean_width:.1f}" if drafts else "",
+        *(_milliseconds(ms) for ms in phases),
+    ]
+
+
+def _milliseconds(ms: float | None) -> str:
+    """Three digits at least, and no more than the eye needs."""
+    if not ms:
+        return ""
+    return f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"
+
+
+def _title(result: BenchResult) -> str:
+    models = " + ".join(name for name in (result.target, result.drafter) if name)
+    return f"{models} on {device_name(result)}, {result.date[:10]}"
+
+
+def device_name(result: BenchResult) -> str:
+    """The device, for people; of a CPU its model and cores."""
+    machine = result.machine
+    kind = str(machine.get("device_kind", "unknown device"))
+    if kind.lower() != "cpu":
+        return kind
+    cores = machine.get("cores")
+    name = str(machine.get("cpu") or "CPU")
+    return f"{name}, {cores} cores" if cores else name
+
+
+def _caption(result: BenchResult, rows: Sequence[Row]) -> str:
+    rounds = max((row.rounds for row in rows), default=0)
+    dtypes = result.dtype
+    if result.drafter and result.draft_dtype != result.dtype:
+        dtypes += f", drafter {result.draft_dtype}"
+    return (
+        f"{result.prompts} prompts, {result.max_new_tokens} new tokens each; {dtypes}. "
+        f"Median and spread of {rounds} {'round' if rounds == 1 else 'rounds'}; × AR "
+        f"is taken within a round.\n"
+        f"E[L]: tokens per request and step. kept: rows verified, of full width. "
+        f"width: drafts asked for.\n"
+        f"Apart from these times: {result.compile_s:.0f} s of compiling, "
+        f"{result.profile_s:.0f} s of measuring costs."
+    )
+
+
+def render_checks(checks: Iterable[TextCheck]) -> str:
+    """Whether each arm's text is AR's: one line per arm, then its differences."""
+    return "\n".join(line for check in checks for line in _check_lines(check))
+
+
+def _check_lines(check: TextCheck) -> list[str]:
+    name = arm_name(check.arm)
+    extent = f"{check.prompts} prompts, {check.tokens} tokens"
+    count = len(check.differences)
+    if not count:
+        return [f"{name}: text equals AR: {extent}"]
+    differ = "1 text differs" if count == 1 else f"{count} texts differ"
+    lines = [f"{name}: {differ} from AR: {extent}"]
+    lines += [f"  {_place(d)}" for d in check.differences[:SHOWN_DIFFERENCES]]
+    if count > SHOWN_DIFFERENCES:
+        lines.append(f"  and {count - SHOWN_DIFFERENCES} more, all in the JSON record")
+    return lines
+
+
+def _place(d: Difference) -> str:
+    return (
+        f"prompt {d.prompt}, position {d.position}, batch size {d.batch}: expected "
+        f"token {d.expected}, found {d.found}, logit gap {d.gap:.2g}"
+    )
+
+
+def as_text(renderable: RenderableType, *, width: int = COLUMNS) -> str:
+    """A table or text as plain characters, for files and pipes."""
+    console = Console(width=width, color_system=None, legacy_windows=False)
+    with console.capture() as capture:
+        console.print(renderable)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
