@@ -88,7 +88,7 @@ class BenchResult:
 
     Attributes:
       command: what was typed; `date` is ISO 8601.
-      machine: `device_kind`, `cpu`, `cores`, `jax`, `python`, `commit`, `dirty`.
+      machine: `device`, `cpu`, `cores`, `jax`, `python`, `commit`, `dirty`.
       target, drafter: names for people; `dtype` and `draft_dtype` are of their weights.
       prompts: how many were decoded, up to `max_new_tokens` tokens each.
       compile_s, profile_s: spent before the first cell, in none of them.

@@ -1,4 +1,4 @@
-"""From raw cells to what a person reads: a table, a picture, a line per checked text."""
+"""From raw cells to what a person reads: a table, a picture, a line per text check."""
 
 import statistics
 from collections import defaultdict
@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from dcut_jax.bench.records import AR, BenchResult, Cell, Difference, TextCheck
 
@@ -26,7 +25,7 @@ NAMES = {AR: "AR", "published": "D-Cut, published", "dcut": "D-Cut"}
 # Okabe and Ito's colours, told apart with any colour vision; every arm has a marker of
 # its own besides. Fixed widths are of one family: lighter and darker blues.
 INK, GRID = "#222222", "#d9d9d9"
-STYLES = {
+STYLES: dict[str, dict[str, Any]] = {
     AR: {"color": INK, "marker": "o", "linestyle": "--"},
     "published": {"color": "#009E73", "marker": "^"},
     "dcut": {"color": "#D55E00", "marker": "D", "linewidth": 2.6, "zorder": 4},
@@ -119,16 +118,22 @@ def arm_name(arm: str) -> str:
     return NAMES.get(arm, arm.replace("fixed-", "fixed "))
 
 
-def render_table(result: BenchResult) -> Table:
-    """The run as a table of at most `COLUMNS` columns; the best arm of a batch is bold.
+def render_table(result: BenchResult) -> str:
+    """The run as a table, `COLUMNS` wide at most; the best arm of a batch is bold.
 
-    Print it with `as_text`, or on a console that is wide enough.
+    On a terminal, that is; written to a file or a pipe it is plain text.
     """
+    console = Console(width=COLUMNS, highlight=False, markup=False)
+    with console.capture() as capture:
+        console.print(_table(result))
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def _table(result: BenchResult) -> Table:
     rows = summarise(result.cells)
     table = Table(
         box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
+        padding=0,  # the box keeps columns a space apart
         title=_title(result),
         title_justify="left",
         title_style="bold",
@@ -137,7 +142,7 @@ def render_table(result: BenchResult) -> Table:
     )
     table.add_column("batch", justify="right")
     table.add_column("arm", no_wrap=True)
-    for header in ("tokens/s", "spread", "× AR", "spread", "E[L]", "kept", "width"):
+    for header in ("tokens/s", "±", "× AR", "spread", "E[L]", "kept", "width"):
         table.add_column(header, justify="right", no_wrap=True)
     for phase in (*SHOWN_PHASES, "other"):
         table.add_column(f"{phase}\nms", justify="right", no_wrap=True)
@@ -163,7 +168,7 @@ def _cells_of(row: Row) -> list[str]:
     return [
         arm_name(row.arm),
         f"{rate.median:.0f}",
-        f"{rate.low:.0f}–{rate.high:.0f}",
+        f"{(rate.high - rate.low) / 2 / rate.median:.0%}",
         f"{ratio.median:.2f}" if ratio else "",
         f"{ratio.low:.2f}–{ratio.high:.2f}" if ratio and row.arm != AR else "",
         f"{row.mean_accepted_length:.2f}",
@@ -174,7 +179,7 @@ def _cells_of(row: Row) -> list[str]:
 
 
 def _milliseconds(ms: float | None) -> str:
-    """Three digits at least, and no more than the eye needs."""
+    """Two or three digits; nothing for a phase that an arm does not have."""
     if not ms:
         return ""
     return f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"
@@ -188,7 +193,7 @@ def _title(result: BenchResult) -> str:
 def device_name(result: BenchResult) -> str:
     """The device, for people; of a CPU its model and cores."""
     machine = result.machine
-    kind = str(machine.get("device_kind", "unknown device"))
+    kind = str(machine.get("device") or "unknown device")
     if kind.lower() != "cpu":
         return kind
     cores = machine.get("cores")
@@ -202,13 +207,13 @@ def _caption(result: BenchResult, rows: Sequence[Row]) -> str:
     if result.drafter and result.draft_dtype != result.dtype:
         dtypes += f", drafter {result.draft_dtype}"
     return (
-        f"{result.prompts} prompts, {result.max_new_tokens} new tokens each; {dtypes}. "
-        f"Median and spread of {rounds} {'round' if rounds == 1 else 'rounds'}; × AR "
-        f"is taken within a round.\n"
-        f"E[L]: tokens per request and step. kept: rows verified, of full width. "
-        f"width: drafts asked for.\n"
-        f"Apart from these times: {result.compile_s:.0f} s of compiling, "
-        f"{result.profile_s:.0f} s of measuring costs."
+        f"{result.prompts} prompts, {result.max_new_tokens} new tokens each; {dtypes}\n"
+        f"medians of {rounds} {'round' if rounds == 1 else 'rounds'}; ±: half the "
+        f"spread; × AR: within a round\n"
+        f"E[L]: tokens per request and step; kept: rows verified, of full width\n"
+        f"width: drafts asked for; ms: per step, every phase waited for\n"
+        f"not in these times: {result.compile_s:.0f} s of compiling, "
+        f"{result.profile_s:.0f} s of measuring costs"
     )
 
 
@@ -238,9 +243,94 @@ def _place(d: Difference) -> str:
     )
 
 
-def as_text(renderable: RenderableType, *, width: int = COLUMNS) -> str:
-    """A table or text as plain characters, for files and pipes."""
-    console = Console(width=width, color_system=None, legacy_windows=False)
-    with console.capture() as capture:
-        console.print(renderable)
-    return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
+def plot(result: BenchResult, path: Path) -> None:
+    """Draws throughput against batch size per arm, and beside it the ratio to AR.
+
+    Error bars span the rounds.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+      ValueError: there are no cells to draw.
+    """
+    try:
+        # An extra, and heavy.
+        from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"drawing the curve needs matplotlib, which is not installed; "
+            f"run `{HOW_TO_INSTALL}`"
+        ) from error
+    rows = summarise(result.cells)
+    if not rows:
+        raise ValueError("expected cells to draw, found none; run at least one arm")
+    arms = list(dict.fromkeys(row.arm for row in rows))
+    styles = arm_styles(arms)
+    layout = ConstrainedLayoutEngine(h_pad=0.1, w_pad=0.1)
+    figure = Figure(figsize=(11, 5.2), layout=layout, facecolor="white")
+    figure.suptitle(_title(result), fontsize=13, fontweight="bold", color=INK)
+    rate_axes, ratio_axes = figure.subplots(1, 2)
+    for arm in arms:
+        own = [row for row in rows if row.arm == arm]
+        rates = [(row.batch, row.tokens_per_s) for row in own]
+        ratios = [(row.batch, row.ratio) for row in own if row.ratio]
+        _draw(rate_axes, rates, styles[arm], arm_name(arm))
+        if arm != AR and ratios:
+            _draw(ratio_axes, ratios, styles[arm])
+    batches = sorted({row.batch for row in rows})
+    _dress(rate_axes, batches, "Throughput", "tokens per second")
+    _dress(ratio_axes, batches, "Speed-up", "ratio to AR, same round")
+    rate_axes.set_ylim(bottom=0)
+    ratio_axes.axhline(1, color=INK, linestyle="--", linewidth=1.6, zorder=1)
+    figure.legend(loc="outside lower center", ncols=len(arms), frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=160)
+
+
+def arm_styles(arms: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """How each arm is drawn; fixed widths get deeper blues as they get wider."""
+    styles = {arm: STYLES[arm] for arm in arms if arm in STYLES}
+    fixed = sorted(
+        (arm for arm in arms if arm.startswith("fixed-")),
+        key=lambda arm: (len(arm), arm),
+    )
+    others = [arm for arm in arms if arm not in styles and arm not in fixed]
+    for i, arm in enumerate(fixed):
+        shade = -1 if len(fixed) == 1 else i * (len(FAMILY) - 1) // (len(fixed) - 1)
+        marker = FAMILY_MARKERS[i % len(FAMILY_MARKERS)]
+        styles[arm] = {"color": FAMILY[shade], "marker": marker}
+    for i, arm in enumerate(others):
+        styles[arm] = {"color": OTHERS[i % len(OTHERS)], "marker": "*"}
+    return styles
+
+
+def _draw(
+    axes: "Axes",
+    points: Sequence[tuple[int, Spread]],
+    style: dict[str, Any],
+    label: str | None = None,
+) -> None:
+    medians = [spread.median for _, spread in points]
+    below = [spread.median - spread.low for _, spread in points]
+    above = [spread.high - spread.median for _, spread in points]
+    axes.errorbar(
+        [batch for batch, _ in points],
+        medians,
+        yerr=[below, above],
+        label=label,
+        capsize=3,
+        elinewidth=1.2,
+        **{"linewidth": 1.8, "markersize": 6.5, **style},
+    )
+
+
+def _dress(axes: "Axes", batches: Sequence[int], title: str, ylabel: str) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(batches, [str(b) for b in batches])
+    axes.minorticks_off()
+    axes.set_xlabel("batch size (requests decoded together)", color=INK)
+    axes.set_ylabel(ylabel, color=INK)
+    axes.set_title(title, loc="left", fontsize=11, color=INK)
+    axes.grid(color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)

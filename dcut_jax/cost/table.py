@@ -185,7 +185,10 @@ class CostTable:
                 for name in ("draft", "verify", "plan")
             }
             return cls(Fingerprint(**print_), **tables)
-        except (KeyError, TypeError, json.JSONDecodeError) as e:
+        except CostError:
+            raise
+        # Neither JSON nor even text: both are ValueErrors.
+        except (KeyError, TypeError, ValueError) as e:
             raise CostError(
                 f"{path} is not a cost table ({e}); {HOW_TO_MEASURE}"
             ) from e

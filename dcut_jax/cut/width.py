@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 # Weight of a step in the running means: they remember about twenty steps.
 _RATE = 0.05
-# Steps' worth of trust in the pooled calibration before a width has its own.
+# Steps' worth of trust in the prior before there is evidence; it fades as that comes.
 _PRIOR_STEPS = 8.0
 
 
@@ -16,18 +16,20 @@ class _Ratio:
     committed: float = 0.0
     predicted: float = 0.0
     steps: float = 0.0
+    prior_steps: float = _PRIOR_STEPS
 
     def add(self, committed: float, predicted: float) -> None:
         keep = 1 - _RATE
         self.committed = self.committed * keep + committed
         self.predicted = self.predicted * keep + predicted
         self.steps = self.steps * keep + 1
+        self.prior_steps *= keep
 
     def value(self, prior: float) -> float:
         """The ratio, shrunk to `prior` while there is little evidence."""
-        if self.steps == 0:
+        if self.predicted == 0:
             return prior
-        scale = self.predicted / self.steps * _PRIOR_STEPS
+        scale = self.predicted / self.steps * self.prior_steps
         return (self.committed + prior * scale) / (self.predicted + scale)
 
 
@@ -42,8 +44,9 @@ class WidthChooser:
 
     Attributes:
       widths: the ladder, rising.
-      probe_every: every so many steps the widest is run, or nothing would be known of
-        the widths beyond the current one.
+      probe_every: every so many steps the width that ran longest ago is run. Without,
+        nothing would be learnt of the widths beyond the current one, nor of how far
+        the others' predictions are to be believed.
     """
 
     widths: tuple[int, ...]
@@ -51,6 +54,7 @@ class WidthChooser:
     _utility: dict[int, float] = field(default_factory=dict)
     _own: dict[int, _Ratio] = field(default_factory=dict)
     _pooled: _Ratio = field(default_factory=_Ratio)
+    _ran: dict[int, int] = field(default_factory=dict)
     _step: int = 0
 
     def __post_init__(self) -> None:
@@ -67,10 +71,13 @@ class WidthChooser:
         """The width of the coming step."""
         step, self._step = self._step, self._step + 1
         if step < len(self.widths):  # each once, the widest first
-            return self.widths[-1 - step]
-        if step % self.probe_every == 0:
-            return self.widths[-1]
-        return max(self.widths, key=self.expected)
+            width = self.widths[-1 - step]
+        elif step % self.probe_every == 0:
+            width = min(self.widths, key=self._ran.__getitem__)
+        else:
+            width = max(self.widths, key=self.expected)
+        self._ran[width] = step
+        return width
 
     def expected(self, width: int) -> float:
         """Expected tokens per ms at `width`; 0 before anything is known of it."""

@@ -137,7 +137,9 @@ def decide(
       The plan, and `[B + 1, X]` int32: the wire form of the previous outcome, and the
       row that `read_decision` reads.
     """
-    rows_R = jnp.asarray(key.rows_R, jnp.int32)
+    # An empty slot leaves a row empty: layouts hold `rows - slots` drafts, no more.
+    empty = jnp.sum(~state.active_B, dtype=jnp.int32)
+    rows_R = jnp.asarray(key.rows_R, jnp.int32) - empty
     logp_BK = proposal.logp_BK
     slot_K = jnp.arange(logp_BK.shape[1])[None]
 
@@ -463,6 +465,12 @@ class Compiler:
         other = rows(cfg) if cfg else None
         fresh = Fresh(target, target, other, other, _ints(B), _ints(B))
         return self._get(("commit", shapes, width), commit, (caches, fresh), 0)
+
+    def empty(self, shapes: StepShapes) -> Executable:
+        """`() -> one-slot caches`, for a prompt."""
+        one = replace(shapes, slots=1)
+        fn = partial(init_caches, self.models, 1, shapes.positions, self.cache_dtype)
+        return self._get(("empty", one), fn, (), ())
 
     def prefill(self, shapes: StepShapes, chunk: int) -> Executable:
         """`(params, one-slot caches, token_P, length, count) -> (caches, token)`."""

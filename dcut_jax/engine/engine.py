@@ -122,15 +122,18 @@ class Engine:
 
     def _warm(self) -> None:
         exe, shapes = self.compiler, self.shapes
+        if isinstance(self.policy, DCutPolicy):
+            self.policy.cost_ms(shapes, 0.0)  # raises for a cost that is missing
+        exe.empty(shapes)
         for chunk in PREFILL_CHUNKS:
             exe.prefill(shapes, chunk)
         exe.insert(shapes)
         exe.release(shapes)
+        for width in self._widths():  # first: it refuses a width beyond the block
+            exe.draft(shapes, width)
         for lay in self.policy.layouts(shapes):
             exe.verify(shapes, lay)
             exe.commit(shapes, lay.width)
-        for width in self._widths():
-            exe.draft(shapes, width)
         if isinstance(self.policy, DCutPolicy):
             exe.decide(shapes, self.policy.plan_key(shapes))
             self.chooser = self.policy.chooser(shapes)
@@ -196,9 +199,7 @@ class Engine:
     def prefill(self, request: Request) -> Prefilled:
         """Runs a prompt through the target; keeps its caches apart from the slots."""
         self.check(request)
-        caches = S.init_caches(
-            self.models, 1, self.shapes.positions, jnp.dtype(self.config.cache_dtype)
-        )
+        caches = self.compiler.empty(self.shapes)()
         prompt = np.asarray(request.prompt, np.int32)
         done, token = 0, None
         while done < len(prompt):
@@ -305,7 +306,7 @@ class Engine:
         context = int(np.mean(lengths)) // CHUNK if lengths else 0
         if context not in self._cost_ms:
             cost = policy.cost_ms(self.shapes, (context + 0.5) * CHUNK)
-            self._cost_ms[context] = jnp.asarray(cost)
+            self._cost_ms[context] = jax.device_put(cost)  # jnp.asarray would compile
         return self._cost_ms[context]
 
     def flush(self) -> None:

@@ -5,7 +5,7 @@ from typing import Literal
 
 import numpy as np
 
-from dcut_jax.cost.table import CostTable, cheapest_wide_enough
+from dcut_jax.cost.table import CostTable
 from dcut_jax.cut import Objective
 from dcut_jax.cut.width import WidthChooser
 from dcut_jax.decode.pack import Layout, layout, tier_rows
@@ -47,7 +47,8 @@ class DCutPolicy:
     Attributes:
       table: measured costs of this machine, batch size included.
       widths: draft widths to choose from. None: `WIDTHS` as far as the drafter goes.
-      factors: tiers, in rows per request; ends are added. None: `TIER_FACTORS`.
+      factors: tiers, in rows per request; ends and the widths' full blocks are added.
+        None: `TIER_FACTORS`.
       objective, ratios: see `cut.plan`. `published()` sets them as the paper does.
       backend: of the top-k kernel.
     """
@@ -88,15 +89,19 @@ class DCutPolicy:
         return tuple(sorted(set(self.widths)))
 
     def tiers(self, shapes: StepShapes) -> tuple[int, ...]:
-        """Rows of each tier; with ratios, one tier per ratio."""
+        """Rows of each tier, every width's full block included.
+
+        With ratios, one tier per ratio.
+        """
         B, W = shapes.slots, shapes.width
         if self.ratios is not None:
             return tuple(
                 max(B, -(-round(B * W * r * 10_000) // 10_000)) for r in self.ratios
             )
-        if self.factors is not None:
-            return tier_rows(B, W, self.factors)
-        return tier_rows(B, W, tuple(f for f in TIER_FACTORS if f <= W))
+        factors = self.factors
+        if factors is None:
+            factors = tuple(f for f in TIER_FACTORS if f <= W)
+        return tier_rows(B, W, (*factors, *(w + 1 for w in self.ladder(shapes))))
 
     def plan_key(self, shapes: StepShapes) -> PlanKey:
         return PlanKey(
@@ -127,7 +132,8 @@ class DCutPolicy:
         """Step time by draft width and tier, `[widths, R]` float32, ms.
 
         A tier beyond a width's full block is never needed at that width; it costs what
-        the full block does, and loses the tie.
+        the full block does, and loses the tie. A tier that costs more than a wider one
+        loses to it, since the wider one can only gain more.
         """
         B = shapes.slots
         fixed = self.table.plan_ms(B)
@@ -139,7 +145,7 @@ class DCutPolicy:
             ]
             verify = [self.table.verify_ms(B, x.rows, x.width, context) for x in lays]
             draft = self.table.draft_ms(B, width, context)
-            rows.append(cheapest_wide_enough(np.array(verify)) + draft + fixed)
+            rows.append(np.array(verify) + draft + fixed)
         return np.array(rows, np.float32)
 
     def chooser(self, shapes: StepShapes) -> WidthChooser:

@@ -1,0 +1,76 @@
+"""A tiny trained target with its drafters, and one compiler for all engines."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from dcut_jax.cost.table import CostTable
+from dcut_jax.decode.steps import Compiler, Models
+from dcut_jax.models.dense import head_VE
+from dcut_jax.weights.dflash import load_drafter
+from dcut_jax.weights.hf import load_hf
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "dflash"
+
+
+def load(drafter):
+    """The target with one of its drafters, in float32."""
+    target_cfg, target = load_hf(GOLDEN / "target", jnp.dtype("float32"))
+    cfg, weights = load_drafter(GOLDEN / drafter, jnp.dtype("float32"))
+    params = {
+        "target": target,
+        "drafter": weights,
+        "draft_embed_VE": target["embed_VE"],
+        "draft_head_VE": head_VE(target),
+    }
+    return Models(target_cfg, cfg, params)
+
+
+@pytest.fixture(scope="session")
+def pair():
+    return load("full")
+
+
+@pytest.fixture(scope="session")
+def sliding_pair():
+    return load("swa")
+
+
+@pytest.fixture(scope="session")
+def compiler(pair):
+    """Engines of equal shapes share their executables, and so the seconds they take."""
+    return Compiler(pair, "float32")
+
+
+@pytest.fixture(scope="session")
+def invented_table():
+    """From a policy and shapes to a table with all its cells, at times one makes up."""
+
+    def make(policy, shapes, verify_ms, draft_ms=1e-3, plan_ms=1e-3):
+        B = shapes.slots
+        return CostTable(
+            CostTable.empty().fingerprint,
+            draft={(B, w, 128): (draft_ms,) for w in policy.ladder(shapes)},
+            verify={
+                (B, lay.rows, lay.width, 128): (verify_ms(lay),)
+                for lay in policy.layouts(shapes)
+            },
+            plan={(B,): (plan_ms,)},
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def compilations():
+    """Names of all that JAX has compiled since; clear it and look again."""
+    names = []
+
+    def listen(event, duration, **details):
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(details.get("fun_name"))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    return names

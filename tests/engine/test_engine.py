@@ -1,0 +1,577 @@
+"""The engine on a tiny trained pair: one text for every policy, size and order."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dcut_jax.cost.table import CostError
+from dcut_jax.decode.steps import Compiler, Models
+from dcut_jax.engine import engine as engine_module
+from dcut_jax.engine.engine import Engine, EngineConfig
+from dcut_jax.engine.policy import ArPolicy, DCutPolicy, FixedPolicy, unmeasured
+from dcut_jax.engine.requests import Request
+from dcut_jax.models.dense import forward_sequences, head_VE, logits
+
+# Caches of 256 positions, of which a request may use all but the engine's slack.
+MAX_LENGTH = 224
+# The trained drafter commits 6.2 tokens a step at full width.
+FLOOR = 5.0
+
+
+def read_trace(drafter):
+    """Texts and steps of the published implementation, one prompt at a time."""
+    path = Path(__file__).parents[1] / "golden" / "dflash" / drafter / "trace.json"
+    return json.loads(path.read_text())
+
+
+@pytest.fixture(scope="session")
+def prompts():
+    """Of 3 to 8 tokens, and one so long that 120 more fill its cache."""
+    found = [tuple(p["prompt"]) for p in read_trace("full")]
+    short = [p[: 3 + i % 6] for i, p in enumerate(found[:8])]
+    return [*short, (found[8] * 13)[: MAX_LENGTH - 120]]
+
+
+@pytest.fixture(scope="session")
+def greedy(pair, prompts):
+    """The target's text after each prompt, from whole passes without any cache."""
+    target, new = pair.target, 60
+    texts = [list(p) for p in prompts]
+
+    @jax.jit
+    def next_token(params, token_NS, last_N):
+        rows = forward_sequences(
+            params, target, token_NS, jnp.ones(token_NS.shape, bool)
+        )
+        hidden_NE = rows.hidden[jnp.arange(len(prompts)), last_N]
+        return logits(hidden_NE, head_VE(params)).argmax(-1)
+
+    for _ in range(new):
+        token_NS = np.zeros((len(texts), MAX_LENGTH), np.int32)
+        for row, text in zip(token_NS, texts, strict=True):
+            row[: len(text)] = text
+        last_N = np.array([len(t) - 1 for t in texts])
+        found = next_token(pair.params["target"], token_NS, last_N)
+        for text, token in zip(texts, found.tolist(), strict=True):
+            text.append(token)
+    return {p: t[len(p) :] for p, t in zip(prompts, texts, strict=True)}
+
+
+@pytest.fixture(scope="session")
+def requests(prompts, greedy):
+    """Requests of every kind: stops in a block, at its ends, absent, early, late."""
+    stop = {p: greedy[p] for p in prompts}
+    p = prompts
+    return [
+        Request(p[0], 40),
+        Request(p[1], 31, stop=(stop[p[1]][12],)),
+        Request(p[2], 1),
+        Request(p[3], 50, stop=(stop[p[3]][30], stop[p[3]][9], 100)),
+        Request(p[4], 25),
+        Request(p[5], 30, stop=(stop[p[5]][0],)),
+        Request(p[8], 60),
+        Request(p[6], 2),
+        Request(p[7], 33, stop=(stop[p[7]][32],)),
+        Request(p[0], 17, stop=(stop[p[0]][1],)),
+        Request(p[1], 8),
+    ]
+
+
+def expected(request, greedy):
+    """What plain greedy decoding of this request emits."""
+    text = greedy[request.prompt][: request.max_new_tokens]
+    ends = [i + 1 for i, token in enumerate(text) if token in request.stop]
+    return text[: min(ends, default=len(text))]
+
+
+def texts(completions):
+    return [c.tokens for c in completions]
+
+
+@pytest.fixture
+def build(pair, compiler):
+    """Engines on the tiny pair; equal shapes compile once in a session."""
+
+    def make(policy, slots, **options):
+        config = EngineConfig(slots, MAX_LENGTH)
+        return Engine(pair, config, policy, compiler=compiler, **options)
+
+    return make
+
+
+@pytest.fixture
+def shapes_of(build):
+    """The shapes of engines of so many slots, for a policy that needs them."""
+
+    def make(slots):
+        return build(ArPolicy(), slots).shapes
+
+    return make
+
+
+# Few tiers at two sizes, since each costs seconds to compile, and all at the third.
+FACTORS = {1: (2.0, 6.0), 3: (2.0, 6.0), 4: None}
+TIERS = {1: (1, 2, 4, 6, 8), 3: (3, 6, 12, 18, 24), 4: (4, 6, 8, 12, 16, 24, 32)}
+
+
+def dcut(shapes, invented_table, verify_ms, **choice):
+    policy = replace(unmeasured(), factors=FACTORS[shapes.slots], **choice)
+    return replace(policy, table=invented_table(policy, shapes, verify_ms))
+
+
+def realistic(lay):
+    """Verification as it is: a fixed part, and a part that grows with the rows."""
+    return 1.0 + 0.06 * lay.rows
+
+
+class TestText:
+    @pytest.mark.parametrize("slots", [1, 3, 4])
+    def test_plain_decoding(self, build, requests, greedy, slots):
+        got = build(ArPolicy(), slots).generate(requests)
+        assert texts(got) == [expected(r, greedy) for r in requests]
+
+    @pytest.mark.parametrize("slots", [1, 3, 4])
+    @pytest.mark.parametrize("width", [3, 7])
+    def test_fixed_width(self, build, requests, greedy, slots, width):
+        got = build(FixedPolicy(width), slots).generate(requests)
+        assert texts(got) == [expected(r, greedy) for r in requests]
+
+    @pytest.mark.parametrize(
+        ("slots", "rows"), [(s, rows) for s, tiers in TIERS.items() for rows in tiers]
+    )
+    def test_every_tier(
+        self, build, shapes_of, invented_table, requests, greedy, slots, rows
+    ):
+        shapes = shapes_of(slots)
+        policy = dcut(
+            shapes, invented_table, lambda lay: 0.1 if lay.rows == rows else 1e3
+        )
+        assert policy.tiers(shapes) == TIERS[slots]
+        engine = build(policy, slots)
+        got = engine.generate(requests)
+        assert texts(got) == [expected(r, greedy) for r in requests]
+        ran = Counter(r.rows for r in engine.records if r.width == 7)
+        assert ran.most_common(1)[0][0] == rows
+        for record in engine.records:
+            assert record.active + record.kept <= record.rows
+
+    @pytest.mark.parametrize("slots", [1, 3, 4])
+    def test_a_choice_of_tiers_and_widths(
+        self, build, shapes_of, invented_table, requests, greedy, slots
+    ):
+        policy = dcut(shapes_of(slots), invented_table, realistic, probe_every=4)
+        engine = build(policy, slots)
+        got = engine.generate(requests)
+        assert texts(got) == [expected(r, greedy) for r in requests]
+        assert {r.width for r in engine.records} == {3, 7}
+
+    @pytest.mark.parametrize("rows", [8, 16, 24, 32])
+    def test_the_published_policy(
+        self, build, shapes_of, invented_table, requests, greedy, rows
+    ):
+        shapes = shapes_of(4)
+        policy = DCutPolicy.published(None, 7)
+        table = invented_table(
+            policy, shapes, lambda lay: 0.1 if lay.rows == rows else 1e3
+        )
+        engine = build(replace(policy, table=table), 4)
+        got = engine.generate(requests)
+        assert texts(got) == [expected(r, greedy) for r in requests]
+        full = [r for r in engine.records if r.active == 4]
+        assert {(r.rows, r.kept) for r in full} == {(rows, rows - 4)}
+
+    def test_without_a_drafter(self, pair, requests, greedy):
+        alone = Models(pair.target, None, {"target": pair.params["target"]})
+        engine = Engine(alone, EngineConfig(4, MAX_LENGTH), ArPolicy())
+        got = engine.generate(requests)
+        assert texts(got) == [expected(r, greedy) for r in requests]
+
+    def test_a_poor_drafter_with_sliding_windows(self, sliding_pair, requests, greedy):
+        engine = Engine(sliding_pair, EngineConfig(4, MAX_LENGTH), FixedPolicy(7))
+        got = engine.generate(requests)
+        assert texts(got) == [expected(r, greedy) for r in requests]
+        trace = read_trace("swa")
+        new = [len(t["output"]) - len(t["prompt"]) for t in trace]
+        got = engine.generate(
+            [Request(tuple(t["prompt"]), n) for t, n in zip(trace, new, strict=True)]
+        )
+        assert [c.steps for c in got] == [len(t["steps"]) for t in trace]
+
+    def test_up_to_the_end_of_the_cache(self, build, prompts):
+        # As long as the engine allows, beside a request that ends at once.
+        request = Request(prompts[8], MAX_LENGTH - len(prompts[8]))
+        want = build(ArPolicy(), 4).generate([request])
+        got = build(FixedPolicy(7), 4).generate([request, Request(prompts[0], 5)])
+        assert len(got[0].tokens) == request.max_new_tokens == 120
+        assert got[0].tokens == want[0].tokens
+        assert got[0].finish == "length"
+
+
+class TestNeighbours:
+    @pytest.fixture
+    def engine(self, build, shapes_of, invented_table):
+        return build(dcut(shapes_of(4), invented_table, realistic), 4)
+
+    def test_alone(self, engine, requests, greedy):
+        for request in requests[:5]:
+            assert texts(engine.generate([request])) == [expected(request, greedy)]
+
+    def test_any_order_of_arrival(self, engine, requests, greedy):
+        rng = np.random.default_rng(0)
+        for _ in range(4):
+            order = [requests[i] for i in rng.permutation(len(requests))]
+            got = engine.generate(order)
+            assert texts(got) == [expected(r, greedy) for r in order]
+
+    def test_twins(self, engine, requests, greedy):
+        got = engine.generate([requests[0]] * 6)
+        assert texts(got) == [expected(requests[0], greedy)] * 6
+
+    def test_arrivals_while_others_run(self, engine, prompts, greedy):
+        first, second = Request(prompts[0], 40), Request(prompts[8], 20)
+        engine.reset()
+        a = engine.admit(engine.prefill(first))
+        engine.step()
+        engine.step()
+        b = engine.admit(engine.prefill(second))
+        assert engine.running == 2
+        while engine.running:
+            engine.step()
+        assert a.tokens == expected(first, greedy)
+        assert b.tokens == expected(second, greedy)
+
+
+def mean_accepted_length(engine):
+    """Committed tokens per request and step, over everything an engine ran."""
+    return sum(r.committed for r in engine.records) / sum(
+        r.active for r in engine.records
+    )
+
+
+class TestAcceptance:
+    def test_each_step_commits_what_the_published_implementation_does(self, build):
+        engine = build(FixedPolicy(7), 1)
+        for one in read_trace("full"):
+            prompt, output = one["prompt"], one["output"]
+            engine.records.clear()
+            new = len(output) - len(prompt)
+            got = engine.generate([Request(tuple(prompt), new)])
+            assert got[0].tokens == output[len(prompt) :]
+            committed = [r.committed for r in engine.records]
+            produced = [s["produced"] for s in one["steps"]]
+            # The trace counts tokens of the last step that the length limit drops.
+            assert committed[:-1] == produced[:-1]
+            assert committed[-1] <= produced[-1]
+
+    def test_a_trained_drafter_is_worth_its_name(self, build, prompts):
+        engine = build(FixedPolicy(7), 4)
+        got = engine.generate([Request(p, 49) for p in prompts[:8]])
+        assert mean_accepted_length(engine) > FLOOR
+        assert min(c.mean_accepted_length for c in got) > 3
+
+    def test_half_of_the_rows_are_enough_for_most_of_it(
+        self, build, shapes_of, invented_table, prompts
+    ):
+        policy = dcut(
+            shapes_of(4), invented_table, lambda lay: 0.1 if lay.rows == 16 else 1e3
+        )
+        engine = build(policy, 4)
+        engine.generate([Request(p, 49) for p in prompts[:8]])
+        # Of 4 rows a request 4 is the most there is.
+        full = [r for r in engine.records if r.active == 4]
+        kept = sum(r.kept for r in full)
+        assert sum(r.accepted for r in full) > 0.8 * kept
+
+    def test_what_is_counted_adds_up(self, build, shapes_of, invented_table, requests):
+        engine = build(dcut(shapes_of(4), invented_table, realistic), 4)
+        got = engine.generate(requests)
+        decoded = sum(len(c.tokens) - 1 for c in got)
+        assert sum(r.committed for r in engine.records) == decoded
+        assert sum(c.steps for c in got) == sum(r.active for r in engine.records)
+        assert sum(c.accepted for c in got) == sum(r.accepted for r in engine.records)
+        for record in engine.records:
+            assert record.accepted <= record.kept
+            assert 0 < record.committed <= record.active + record.accepted
+        for c in got:
+            if c.steps:
+                assert c.mean_accepted_length == (len(c.tokens) - 1) / c.steps
+        assert np.isnan(got[2].mean_accepted_length)
+
+    def test_predicted_gains_are_probabilities_of_what_was_kept(
+        self, build, shapes_of, invented_table, requests
+    ):
+        engine = build(dcut(shapes_of(4), invented_table, realistic), 4)
+        engine.generate(requests)
+        for record in engine.records:
+            decision = record.decision
+            assert decision.kept == record.kept
+            assert 0 <= decision.gain <= record.kept
+            assert len(decision.utility) == 2
+
+
+def test_keeping_everything_is_the_path_without_a_plan(
+    build, shapes_of, invented_table, prompts
+):
+    policy = dcut(
+        shapes_of(4),
+        invented_table,
+        lambda lay: 0.1 if lay.rows == 32 else 1e3,
+        widths=(7,),
+    )
+    # No more than there are slots, since a plan learns of a free slot one step later.
+    requests = [Request(p, 20 + 5 * i) for i, p in enumerate(prompts[:4])]
+    plain, planned = build(FixedPolicy(7), 4), build(policy, 4)
+    want, got = plain.generate(requests), planned.generate(requests)
+    assert got == want
+    assert [r.committed for r in planned.records] == [
+        r.committed for r in plain.records
+    ]
+    assert all(r.kept == 7 * r.active for r in planned.records)
+    for name in ("state", "caches"):
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            getattr(planned, name),
+            getattr(plain, name),
+        )
+
+
+class CountingNumpy:
+    """NumPy as the engine sees it, noting every array that comes from the device."""
+
+    def __init__(self):
+        self.reads = 0
+
+    def __getattr__(self, name):
+        return getattr(np, name)
+
+    def asarray(self, x, *args, **kwargs):
+        self.reads += isinstance(x, jax.Array)
+        return np.asarray(x, *args, **kwargs)
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """Counts what is read back from the device, by `np.asarray` or otherwise."""
+    counting = CountingNumpy()
+    array = type(jnp.zeros(1))
+    value = array._value
+
+    def read(x):
+        counting.reads += 1
+        return value.fget(x)
+
+    monkeypatch.setattr(engine_module, "np", counting)
+    monkeypatch.setattr(array, "_value", property(read))
+    return counting
+
+
+@pytest.fixture(scope="module")
+def own(pair):
+    """A compiler for shapes of which no other test has compiled anything."""
+    return Compiler(pair, "float32")
+
+
+class TestSteps:
+    @pytest.fixture(params=["ar", "fixed", "dcut"])
+    def engine(self, request, pair, own, invented_table):
+        def make(policy):
+            return Engine(pair, EngineConfig(2, 90), policy, compiler=own)
+
+        match request.param:
+            case "ar":
+                return make(ArPolicy())
+            case "fixed":
+                return make(FixedPolicy(7))
+        shapes = make(ArPolicy()).shapes
+        policy = DCutPolicy(None, factors=(2.0,), probe_every=2)
+        table = invented_table(policy, shapes, realistic)
+        return make(replace(policy, table=table))
+
+    def test_nothing_compiles_after_construction(
+        self, engine, own, compilations, prompts
+    ):
+        count = own.count
+        compilations.clear()
+        engine.generate([Request((prompts[8] * 2)[:n], 20) for n in (3, 30, 40, 60)])
+        a = engine.admit(engine.prefill(Request(prompts[0], 20)))
+        engine.step()
+        engine.cancel(a)
+        engine.free()
+        engine.reset()
+        assert compilations == []
+        assert own.count == count
+
+    def test_a_step_reads_back_once(self, engine, prompts, reads):
+        engine.admit(engine.prefill(Request(prompts[0], 30)))
+        engine.admit(engine.prefill(Request(prompts[1], 12)))
+        while engine.running:
+            reads.reads = 0
+            engine.step()
+            assert reads.reads == 1
+
+    def test_a_step_of_nothing_is_harmless(self, engine):
+        engine.reset()
+        engine.step()
+        assert engine.running == 0
+        assert all(r.committed == 0 for r in engine.records)
+
+    def test_phases_are_timed_only_when_asked(self, engine, prompts):
+        engine.generate([Request(prompts[0], 9)])
+        assert all(r.phase_ms == {} for r in engine.records)
+        engine.time_phases = True
+        engine.records.clear()
+        engine.generate([Request(prompts[0], 9)])
+        for record in engine.records:
+            assert {"verify", "commit"} < set(record.phase_ms)
+            assert all(ms >= 0 for ms in record.phase_ms.values())
+
+
+def test_compilations_are_noticed(compilations):
+    """Or the test above would pass whatever compiles."""
+    compilations.clear()
+    jax.jit(lambda x: x * 3 + 41)(np.float32(1))
+    assert len(compilations) == 1
+
+
+def test_reads_are_noticed(reads):
+    x = jax.device_put(np.float32([1, 2]))
+    engine_module.np.asarray(x)
+    assert reads.reads == 1
+    x.tolist()
+    assert reads.reads == 2
+
+
+class TestCancel:
+    @pytest.fixture(params=["fixed", "dcut"])
+    def engine(self, request, build, shapes_of, invented_table):
+        if request.param == "fixed":
+            return build(FixedPolicy(7), 3)
+        return build(dcut(shapes_of(3), invented_table, realistic), 3)
+
+    def test_the_others_go_on_and_the_slot_is_free(self, engine, prompts, greedy):
+        engine.reset()
+        asked = [Request(p, 45) for p in prompts[:4]]
+        running = [engine.admit(engine.prefill(r)) for r in asked[:3]]
+        engine.step()
+        engine.step()
+        engine.cancel(running[1])
+        part = running[1].tokens.copy()
+        assert engine.running == 2
+        assert part == greedy[prompts[1]][: len(part)]
+        assert 1 < len(part) < 45
+        running.append(engine.admit(engine.prefill(asked[3])))
+        while engine.running:
+            engine.step()
+        assert running[1].tokens == part
+        for i in (0, 2, 3):
+            assert running[i].tokens == expected(asked[i], greedy)
+
+    def test_one_that_has_ended(self, engine, prompts):
+        engine.reset()
+        done = engine.admit(engine.prefill(Request(prompts[0], 1)))
+        running = engine.admit(engine.prefill(Request(prompts[1], 20)))
+        engine.cancel(done)
+        assert engine.running == 1
+        assert done.finish == "length"
+        assert running.finish == "running"
+
+
+class TestFinish:
+    def test_reasons(self, build, requests, greedy):
+        got = build(FixedPolicy(7), 4).generate(requests)
+        for request, completion in zip(requests, got, strict=True):
+            stopped = expected(request, greedy)[-1] in request.stop
+            assert completion.finish == ("stop" if stopped else "length")
+        assert {c.finish for c in got} == {"stop", "length"}
+
+    def test_a_request_that_ends_with_its_first_token_takes_no_slot(
+        self, build, prompts, greedy
+    ):
+        engine = build(ArPolicy(), 1)
+        stop = (greedy[prompts[0]][0],)
+        for request in (Request(prompts[0], 1), Request(prompts[0], 9, stop=stop)):
+            done = engine.admit(engine.prefill(request))
+            assert done.tokens == greedy[prompts[0]][:1]
+            assert engine.running == 0
+
+    def test_progress(self, build, requests):
+        seen = []
+        engine = build(FixedPolicy(7), 4)
+        got = engine.generate(requests, on_progress=lambda *at: seen.append(at))
+        assert seen == sorted(seen)
+        assert seen[-1] == (len(requests), sum(len(c.tokens) for c in got))
+
+    def test_nothing_asked(self, build):
+        assert build(ArPolicy(), 1).generate([]) == []
+
+
+class TestRefusals:
+    @pytest.fixture
+    def engine(self, build):
+        return build(ArPolicy(), 1)
+
+    @pytest.mark.parametrize("slots", [0, -1])
+    def test_batch_size(self, slots):
+        with pytest.raises(ValueError, match=f"at least 1; found {slots}"):
+            EngineConfig(slots, 64)
+
+    def test_a_cache_without_room(self):
+        with pytest.raises(ValueError, match="max_length must hold"):
+            EngineConfig(1, 1)
+
+    def test_an_empty_prompt(self):
+        with pytest.raises(ValueError, match="at least one prompt token"):
+            Request((), 5)
+
+    @pytest.mark.parametrize("new", [0, -3])
+    def test_no_new_tokens(self, new):
+        with pytest.raises(ValueError, match=f"at least 1; found {new}"):
+            Request((1,), new)
+
+    @pytest.mark.parametrize(
+        ("request_", "message"),
+        [
+            (Request((1,) * 300, 1), "301 positions; the cache holds 224"),
+            (Request((1,) * 220, 5), "225 positions; the cache holds 224.*max_length"),
+            (Request((1, 101), 5), "token 101 is outside the vocabulary of 101"),
+            (Request((1, -1), 5), "token -1 is outside the vocabulary of 101"),
+            (Request((1,), 5, stop=(1, 2, 3, 4, 5)), "5 stop tokens; at most 4"),
+        ],
+        ids=["prompt", "prompt_and_new", "token", "below_zero", "stops"],
+    )
+    def test_a_request_that_does_not_fit(self, engine, request_, message):
+        with pytest.raises(ValueError, match=message):
+            engine.check(request_)
+        # Nothing of a list is decoded when one of it cannot be.
+        with pytest.raises(ValueError, match=message):
+            engine.generate([Request((1,), 5), request_])
+        assert engine.running == 0
+        assert engine.records == []
+
+    def test_the_longest_request_fits(self, engine):
+        engine.check(Request((0, 100), MAX_LENGTH - 2, stop=(1, 2, 3, 4)))
+
+    @pytest.mark.parametrize("policy", [FixedPolicy(3), unmeasured()], ids=str)
+    def test_a_policy_without_a_drafter(self, pair, policy):
+        alone = Models(pair.target, None, {"target": pair.params["target"]})
+        with pytest.raises(
+            ValueError, match=f"{type(policy).__name__} needs a drafter"
+        ):
+            Engine(alone, EngineConfig(1, 64), policy)
+
+    @pytest.mark.parametrize("width", [0, 8])
+    def test_a_width_beyond_the_block(self, build, width):
+        with pytest.raises(ValueError, match=rf"width {width} is outside 1\.\.7"):
+            build(FixedPolicy(width), 1)
+
+    def test_costs_that_were_never_measured(self, build, compiler):
+        count = compiler.count
+        with pytest.raises(CostError, match="dcut_jax.profile"):
+            build(unmeasured(), 1)
+        assert compiler.count == count

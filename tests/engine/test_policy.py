@@ -1,0 +1,161 @@
+"""Policies: tiers, layouts and costs belong together, whatever the shapes."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dcut_jax.cost.table import CostError, CostTable
+from dcut_jax.decode.steps import StepShapes, anchors_only, everything
+from dcut_jax.engine.policy import (
+    PAPER_RATIOS,
+    ArPolicy,
+    DCutPolicy,
+    FixedPolicy,
+    unmeasured,
+)
+
+
+def shapes_of(slots, width):
+    return StepShapes(slots=slots, positions=256, width=width, stops=4)
+
+
+class Recorder:
+    """Stands in for a cost table and notes which cells are read."""
+
+    def __init__(self, verify_ms=lambda rows, width: 1.0):
+        self.verify, self.draft, self.plan = set(), set(), set()
+        self._verify_ms = verify_ms
+
+    def verify_ms(self, slots, rows, width, context):
+        self.verify.add((slots, rows, width))
+        return self._verify_ms(rows, width)
+
+    def draft_ms(self, slots, width, context):
+        self.draft.add((slots, width))
+        return 0.25
+
+    def plan_ms(self, slots):
+        self.plan.add((slots,))
+        return 0.5
+
+
+CHOICES = {
+    "default": {},
+    "one_width": {"widths": (5,)},
+    "widths_between_tiers": {"widths": (2, 4)},
+    "no_tiers_but_the_ends": {"factors": ()},
+    "one_tier": {"factors": (1.5,), "widths": (3,)},
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
+@pytest.mark.parametrize("slots", [1, 3, 8])
+@pytest.mark.parametrize("width", [8, 10, 16])
+class TestDCut:
+    def test_the_cells_it_reads_are_the_steps_it_can_run(self, slots, width, choice):
+        table, shapes = Recorder(), shapes_of(slots, width)
+        policy = DCutPolicy(table, **choice)
+        policy.cost_ms(shapes, 128.0)
+        lays = policy.layouts(shapes)
+        assert table.verify == {(slots, lay.rows, lay.width) for lay in lays}
+        assert table.draft == {(slots, w) for w in policy.ladder(shapes)}
+        assert table.plan == {(slots,)}
+        assert len(lays) == len(table.verify)
+
+    def test_every_choice_of_a_plan_has_an_executable(self, slots, width, choice):
+        policy, shapes = (
+            DCutPolicy(CostTable.empty(), **choice),
+            shapes_of(slots, width),
+        )
+        tiers, lays = policy.tiers(shapes), policy.layouts(shapes)
+        assert list(tiers) == sorted(set(tiers))
+        assert (tiers[0], tiers[-1]) == (slots, slots * width)
+        for drafts in policy.ladder(shapes):
+            full = everything(shapes, drafts)
+            assert full.rows in tiers
+            assert policy.layout(shapes, drafts, full.rows) == full
+            for rows in tiers:
+                if rows <= full.rows:
+                    assert policy.layout(shapes, drafts, rows) in lays
+
+    def test_a_tier_beyond_a_full_block_costs_what_the_block_costs(
+        self, slots, width, choice
+    ):
+        policy = DCutPolicy(Recorder(lambda rows, width: float(rows)), **choice)
+        shapes = shapes_of(slots, width)
+        cost_ms = policy.cost_ms(shapes, 128.0)
+        assert cost_ms.dtype == np.float32
+        for drafts, cost_R in zip(policy.ladder(shapes), cost_ms, strict=True):
+            rows_R = np.minimum(policy.tiers(shapes), slots * (drafts + 1))
+            np.testing.assert_array_equal(cost_R, rows_R + np.float32(0.75))
+
+
+def test_a_cheaper_wider_tier_does_not_make_a_narrower_one_look_cheap():
+    # A plan names the tier that runs, so each tier has to show its own time.
+    table = Recorder(lambda rows, width: 9.0 if rows == 6 else 2.0)
+    policy = DCutPolicy(table, widths=(7,), factors=(1.0, 1.5))
+    assert policy.cost_ms(shapes_of(4, 8), 0.0).tolist() == [[2.75, 9.75, 2.75]]
+
+
+def test_default_widths_go_as_far_as_the_block():
+    policy = unmeasured()
+    assert policy.ladder(shapes_of(4, 16)) == (3, 7, 15)
+    assert policy.ladder(shapes_of(4, 8)) == (3, 7)
+    assert policy.ladder(shapes_of(4, 6)) == (3, 5)
+    assert policy.ladder(shapes_of(4, 3)) == (2,)
+
+
+def test_default_tiers():
+    assert unmeasured().tiers(shapes_of(4, 8)) == (4, 6, 8, 12, 16, 24, 32)
+
+
+@pytest.mark.parametrize("widths", [(0,), (8,), (3, 8)], ids=str)
+def test_widths_outside_the_block_are_refused(widths):
+    policy = DCutPolicy(CostTable.empty(), widths=widths)
+    with pytest.raises(ValueError, match=r"outside 1\.\.7"):
+        policy.ladder(shapes_of(4, 8))
+
+
+@pytest.mark.parametrize(
+    ("slots", "width", "rows"),
+    [
+        (4, 16, (16, 32, 48, 64)),
+        (32, 16, (128, 256, 384, 512)),
+        (1, 8, (2, 4, 6, 8)),
+        (3, 6, (5, 9, 14, 18)),
+    ],
+)
+def test_the_published_policy_has_a_tier_per_ratio(slots, width, rows):
+    shapes = shapes_of(slots, width)
+    policy = DCutPolicy.published(CostTable.empty(), width - 1)
+    assert policy.tiers(shapes) == rows
+    key = policy.plan_key(shapes)
+    assert (key.objective, key.ratios) == ("paper", PAPER_RATIOS)
+    assert key.widths == (width - 1,)
+    assert everything(shapes, width - 1) in policy.layouts(shapes)
+
+
+def test_the_published_policy_reads_the_cells_of_its_steps():
+    table, shapes = Recorder(), shapes_of(4, 16)
+    policy = DCutPolicy.published(table, 15)
+    policy.cost_ms(shapes, 0.0)
+    lays = policy.layouts(shapes)
+    assert table.verify == {(4, lay.rows, lay.width) for lay in lays}
+
+
+def test_plain_policies_have_one_executable():
+    shapes = shapes_of(4, 8)
+    assert ArPolicy().layouts(shapes) == [anchors_only(shapes)]
+    assert FixedPolicy(3).layouts(shapes) == [everything(shapes, 3)]
+
+
+def test_a_cost_that_was_not_measured_is_an_error():
+    with pytest.raises(CostError, match="no plan time for 4 slots"):
+        unmeasured().cost_ms(shapes_of(4, 8), 0.0)
+
+
+def test_the_chooser_has_the_ladder():
+    policy = replace(unmeasured(), probe_every=9)
+    chooser = policy.chooser(shapes_of(4, 8))
+    assert (chooser.widths, chooser.probe_every) == ((3, 7), 9)
