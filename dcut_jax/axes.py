@@ -6,7 +6,7 @@ Names of arrays end in the letters of their dimensions, in order: `logp_BK` is
 | letter | dimension |
 |---|---|
 | B | requests (slots of a batch) |
-| K | drafts of a request; the block is `W = K + 1` wide with its anchor (the paper's D) |
+| K | drafts of a request; a block has `W = K + 1` rows, its anchor's too |
 | W | rows of a request in one step: anchor and drafts |
 | T | rows of a verify step, over all requests (the tier) |
 | R | tiers |

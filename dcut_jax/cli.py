@@ -87,10 +87,10 @@ def bar(title: str, total: int | None):
 
 
 def run(main: Callable[[Sequence[str] | None], int]) -> None:
-    """Exits with `main`'s status; a user's mistake ends in one line, not a traceback."""
+    """Exits with `main`'s status; a user's mistake ends in one line, no traceback."""
     try:
         sys.exit(main(None))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("interrupted")

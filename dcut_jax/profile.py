@@ -1,7 +1,8 @@
 """`python -m dcut_jax.profile`: measures the cost table of this machine."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from dcut_jax.bench.prompts import load_prompts
@@ -17,6 +18,11 @@ from dcut_jax.engine.profile import (
     profile,
     table_path,
 )
+
+
+def show(update: Callable[..., None], what: str, done: int, total: int) -> None:
+    """Moves a bar on."""
+    update(done, f"{what} ({total} steps)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 tokens,
                 compiler=compiler,
                 rounds=args.rounds,
-                on_progress=lambda what, done, total, update=update: update(done, what),
+                on_progress=partial(show, update),
             )
         table = table.merged(fresh) if table else fresh
         table.save(table_path(args.cost_dir, here))

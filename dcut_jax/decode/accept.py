@@ -1,5 +1,7 @@
 """Acceptance: the longest prefix on which draft and target agree, then one more."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
@@ -43,7 +45,8 @@ def accept_greedy(
         accepted_B=jnp.where(state.active_B, accepted_B, 0),
         finished_B=finished_B,
     )
-    return outcome, state.replace(
+    return outcome, replace(
+        state,
         anchor_B=jnp.where(state.active_B, newest_B, state.anchor_B),
         length_B=state.length_B + count_B,
         room_B=room_B,

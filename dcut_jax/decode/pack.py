@@ -22,7 +22,7 @@ _GATHER_COST = 6
 
 @dataclass(frozen=True)
 class Layout:
-    """Static shape of one verify step: `slots` requests, `rows` rows, `width` a request.
+    """Static shape of a verify step: `slots` requests, `rows` rows, `width` a request.
 
     Attributes:
       group: rows of an attention group, J.

@@ -1,5 +1,7 @@
 """Device state of a batch in flight, and what a step leaves for the host."""
 
+from typing import NamedTuple
+
 import flax.struct
 import jax.numpy as jnp
 import numpy as np
@@ -69,9 +71,18 @@ def to_wire(outcome: Outcome) -> Int[Array, "B X"]:
     return jnp.concatenate([columns, outcome.token_BW], axis=1)
 
 
-def from_wire(wire_BX: np.ndarray) -> Outcome:
+class HostOutcome(NamedTuple):
+    """An `Outcome` that the host has read."""
+
+    token_BW: np.ndarray
+    count_B: np.ndarray
+    accepted_B: np.ndarray
+    finished_B: np.ndarray
+
+
+def from_wire(wire_BX: np.ndarray) -> HostOutcome:
     """The outcome that `to_wire` wrote, as NumPy arrays."""
-    return Outcome(
+    return HostOutcome(
         token_BW=wire_BX[:, 3:],
         count_B=wire_BX[:, 0],
         accepted_B=wire_BX[:, 1],

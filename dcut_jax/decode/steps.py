@@ -1,12 +1,12 @@
 """Every `jax.jit` of decoding, compiled ahead of time.
 
-`compile_steps` turns shapes into executables; calling one with another shape raises
+`Compiler` turns shapes into executables; calling one with another shape raises
 instead of recompiling. Reading the cache and writing it are separate executables:
 inside one program XLA would copy the whole cache to keep the two apart.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -230,7 +230,7 @@ def verify(
 def widen(outcome: Outcome, width: int) -> Outcome:
     """Pads the token columns, so that every step has one wire shape."""
     pad = width - outcome.token_BW.shape[1]
-    return outcome.replace(token_BW=jnp.pad(outcome.token_BW, ((0, 0), (0, pad))))
+    return replace(outcome, token_BW=jnp.pad(outcome.token_BW, ((0, 0), (0, pad))))
 
 
 def fresh_rows(
@@ -269,7 +269,9 @@ def fresh_rows(
 def commit(caches: Caches, fresh: Fresh) -> Caches:
     """Writes the keys and values of committed rows; every other entry stays."""
 
-    def write(kv: KvCache, k: Array, v: Array) -> KvCache:
+    def write(kv: KvCache, k: Array | None, v: Array | None) -> KvCache:
+        assert k is not None, "a cache without keys for it"
+        assert v is not None, "a cache without values for it"
         return write_rows(kv, k, v, fresh.start_B, fresh.count_B)
 
     return Caches(
@@ -311,7 +313,7 @@ def prefill(
         )
 
     draft_kv = caches.drafter
-    if models.drafter:
+    if models.drafter and draft_kv is not None:
         weights = params["drafter"]
         ctx_PE = drafter.context(weights, models.drafter, rows.taps)
         position_P = length + jnp.arange(token_P.shape[0])
@@ -349,7 +351,7 @@ def insert(
 
 def release(state: DecodeState, slot: Array) -> DecodeState:
     """Empties a slot whose request was called off."""
-    return state.replace(active_B=state.active_B.at[slot].set(False))
+    return replace(state, active_B=state.active_B.at[slot].set(False))
 
 
 @dataclass(frozen=True)
@@ -458,7 +460,7 @@ class Compiler:
         _, caches = self._shapes(shapes)
         B = shapes.slots
 
-        def rows(cfg: Any) -> jax.ShapeDtypeStruct:
+        def rows(cfg: Any) -> Any:
             return _floats(cfg.layers, B, width, cfg.kv_heads, cfg.head_dim)
 
         target, cfg = rows(self.models.target), self.models.drafter
@@ -494,7 +496,7 @@ class Compiler:
         return self._get(("release", shapes), release, (state, _ints()), ())
 
 
-def _compiler_options() -> Mapping[str, Any]:
+def _compiler_options() -> dict[str, Any]:
     # XLA:CPU spends most of its compile time in LLVM; level 1 halves that and the
     # measured step time is the same (docs/lab.md).
     if jax.default_backend() == "cpu":
@@ -506,11 +508,11 @@ def _struct(x: Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
-def _ints(*shape: int) -> jax.ShapeDtypeStruct:
+def _ints(*shape: int) -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-def _floats(*shape: int) -> jax.ShapeDtypeStruct:
+def _floats(*shape: int) -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 

@@ -193,7 +193,8 @@ class Engine:
         bad = [t for t in request.prompt if not 0 <= t < self.models.target.vocab]
         if bad:
             raise ValueError(
-                f"token {bad[0]} is outside the vocabulary of {self.models.target.vocab}"
+                f"token {bad[0]} is outside the vocabulary of "
+                f"{self.models.target.vocab}"
             )
 
     def prefill(self, request: Request) -> Prefilled:

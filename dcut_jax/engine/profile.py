@@ -30,7 +30,7 @@ def fingerprint(
     return Fingerprint(
         device_kind=device.device_kind,
         device_count=1,
-        host=f"{_cpu_model()}, {os.cpu_count()} cores"
+        host=f"{cpu_model()}, {os.cpu_count()} cores"
         if device.platform == "cpu"
         else "",
         mesh=(),
@@ -45,7 +45,8 @@ def fingerprint(
     )
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """The processor's name, where the system tells it."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():

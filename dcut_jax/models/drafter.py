@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dcut_jax.config import DrafterConfig
 from dcut_jax.models.attention import attend
-from dcut_jax.models.cache import read_slots
+from dcut_jax.models.cache import KvCache, read_slots
 from dcut_jax.models.dense import embed, layer_specs
 from dcut_jax.models.layers import (
     attention_inputs,
@@ -147,7 +147,7 @@ def block_forward(
     embed_VE: Float[Array, "V E"],
     anchor_B: Int[Array, "B"],
     start_B: Int[Array, "B"],
-    kv: Float[Array, "Y 2 B G L D"],
+    kv: KvCache,
     width: int,
 ) -> Float[Array, "B K E"]:
     """Hidden states of `width` draft slots per request, ready for the LM head.
@@ -158,7 +158,7 @@ def block_forward(
       embed_VE: the target's embedding.
       anchor_B: last committed token of each request.
       start_B: its position, which is also the number of context rows in the cache.
-      kv: cached `context_kv`, laid out as in `models.cache`.
+      kv: cached `context_kv`.
       width: drafts wanted, `1..cfg.max_drafts`. On non-causal layers the drafts of a
         narrow block need not be a prefix of a wide block's.
 

@@ -2,23 +2,25 @@
 
 A dataset is a directory:
 
-| file | content |
-|---|---|
-| `manifest.json` | what the documents are: target, sampling, tokenizer, sources and their licences, taps; and `channels`, `feature_dtype` of the features |
-| `tokens.bin` | int32, all documents end to end, prompt and response |
-| `features.bin` | bfloat16 or float16, `[positions, channels]`: the tapped hidden states of the target at the same positions; empty where `channels` is 0 |
-| `index.bin` | int64 `[documents, 3]`: start in `tokens.bin`, length of the prompt, length of the document |
+* `manifest.json`: what the documents are (target, sampling, sources and their licences,
+  tapped layers), and `channels` and `feature_dtype` of the features.
+* `tokens.bin`: int32, all documents end to end, prompt and response.
+* `features.bin`: bfloat16 or float16, `[positions, channels]`, the tapped hidden states
+  of the target at the same positions; empty where `channels` is 0.
+* `index.bin`: int64 `[documents, 3]`: start in `tokens.bin`, length of the prompt,
+  length of the document.
 
 Everything is little-endian. The index entry of a document is written last, so whatever
-lies past the last entry's end belongs to an unfinished document and is cut when a writer
-opens the directory again. Readers may open it while it grows; they keep what they saw.
+lies past the last entry's end belongs to an unfinished document, and is cut when a
+writer opens the directory again. Readers may open it while it grows; they keep what
+they saw.
 """
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -48,7 +50,7 @@ class DatasetWriter:
     """Appends documents; opening an existing directory continues after its last one.
 
     Args:
-      manifest: JSON-ready description, which must be that of the directory if it exists.
+      manifest: JSON-ready description; that of the directory, if it exists.
       channels: width of the features of one position, 0 for a dataset without.
 
     Raises:
@@ -83,18 +85,26 @@ class DatasetWriter:
         index = _read_index(self.path)
         self.documents = len(index)
         self.tokens = int(index[-1, 0] + index[-1, 2]) if len(index) else 0
-        self._tokens = self._continue(TOKENS, self.tokens * 4)
-        self._features = self._continue(FEATURES, self.tokens * channels * 2)
-        self._index = self._continue(INDEX, self.documents * 24)
+        sizes = {
+            TOKENS: self.tokens * 4,
+            FEATURES: self.tokens * channels * 2,
+            INDEX: self.documents * 24,
+        }
+        for name, size in sizes.items():
+            (self.path / name).touch()
+            there_bytes = (self.path / name).stat().st_size
+            if there_bytes < size:
+                raise DatasetError(
+                    f"{self.path / name} has {there_bytes} bytes, the index speaks of "
+                    f"{size}"
+                )
+        self._tokens, self._features, self._index = (
+            self._continue(name, size) for name, size in sizes.items()
+        )
 
-    def _continue(self, name: str, size: int):
-        path = self.path / name
-        path.touch()
-        if path.stat().st_size < size:
-            raise DatasetError(
-                f"{path} has {path.stat().st_size} bytes, the index speaks of {size}"
-            )
-        file = open(path, "r+b")  # noqa: SIM115
+    def _continue(self, name: str, size: int) -> BinaryIO:
+        """Opens a file behind its last complete document, and cuts the rest."""
+        file = open(self.path / name, "r+b")
         file.truncate(size)
         file.seek(size)
         return file

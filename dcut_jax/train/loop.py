@@ -12,7 +12,6 @@ import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,15 @@ import optax
 import orbax.checkpoint as ocp
 from jaxtyping import Array, Float, Int
 
-from dcut_jax.config import ConfigError, DrafterConfig, ModelConfig
+from dcut_jax.config import ConfigError, DrafterConfig, LayerType, ModelConfig
 from dcut_jax.models import drafter, params
 from dcut_jax.models.dense import head_VE
 from dcut_jax.train.data import Dataset, DatasetError, documents_of_step, draw_blocks
 from dcut_jax.train.loss import Blocks, Shortlist, block_loss, block_matches
 from dcut_jax.weights.dflash import check_pair, default_taps, save_drafter
 from dcut_jax.weights.load import load_target
+
+CONFIG = "config.json"
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,10 @@ def read_config(
       ConfigError: a key is unknown or missing, or a value is out of range.
     """
     raw = tomllib.loads(Path(path).read_text()) | (overrides or {})
+    return _from_json(raw, str(path))
+
+
+def _from_json(raw: dict[str, Any], path: str) -> TrainConfig:
     fields = {f.name: f for f in dataclasses.fields(TrainConfig)}
     unknown = sorted(raw.keys() - fields.keys())
     if unknown:
@@ -123,13 +128,15 @@ def read_config(
     )
     if missing:
         raise ConfigError(f"{path}: keys {', '.join(missing)} are missing")
-    return TrainConfig(
-        **{k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()}
-    )
+    values: dict[str, Any] = {
+        k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()
+    }
+    return TrainConfig(**values)
 
 
 def make_drafter_config(cfg: TrainConfig, target: ModelConfig) -> DrafterConfig:
     """A drafter with the target's layer shape, full attention throughout."""
+    full: LayerType = "full_attention"
     drafter_cfg = DrafterConfig(
         vocab=target.vocab,
         embed=target.embed,
@@ -144,7 +151,7 @@ def make_drafter_config(cfg: TrainConfig, target: ModelConfig) -> DrafterConfig:
         mask_token=cfg.mask_token,
         target_layers=cfg.target_layers or default_taps(cfg.taps, target.layers),
         target_depth=target.layers,
-        layer_types=("full_attention",) * cfg.layers,
+        layer_types=(full,) * cfg.layers,
         causal=(False,) * cfg.layers,
     )
     check_pair(target, drafter_cfg)
@@ -198,7 +205,7 @@ def train_step(
     with jax.numpy_dtype_promotion("standard"):
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         new_params = optax.apply_updates(state.params, updates)
-        metrics = {"loss": loss, "grad_norm": optax.global_norm(grads)}
+        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
     return TrainState(new_params, opt_state, state.step + 1), metrics
 
 
@@ -298,7 +305,7 @@ class Trainer:
         self.tx = make_optimizer(cfg)
         self.state = init_state(self.drafter_cfg, self.tx, cfg.seed)
         self._steps: dict[int, Callable[..., Any]] = {}
-        self._matches = jax.jit(partial(self._match_blocks), static_argnames="width")
+        self._matches = jax.jit(self._match_blocks, static_argnames="width")
 
     def _match_blocks(
         self, p: Any, embed: Array, head: Array, blocks: Blocks, width: int
@@ -363,13 +370,14 @@ class Trainer:
         count = 0
         for first in range(0, len(self.held_out), cfg.docs):
             some = self.held_out[first : first + cfg.docs]
-            some = np.resize(some, cfg.docs)
-            blocks = draw_blocks(self.data, some, cfg.eval_anchors, cfg.length, rng)
+            # One shape for all: the last batch repeats itself, and is cut below.
+            full = np.resize(some, cfg.docs)
+            blocks = draw_blocks(self.data, full, cfg.eval_anchors, cfg.length, rng)
             match, there = self._matches(
                 self.state.params, self.embed_VE, self.head_VE, blocks, width=width
             )
             whole = np.asarray(there)[: len(some), :, -1]
-            prefix = np.cumprod(np.asarray(match)[whole], axis=-1)
+            prefix = np.cumprod(np.asarray(match)[: len(some)][whole], axis=-1)
             count += len(prefix)
             matched += prefix.sum(axis=0)
             reached += np.concatenate([[len(prefix)], prefix.sum(axis=0)[:-1]])
@@ -384,7 +392,7 @@ class Trainer:
         cfg = self.cfg
         out = Path(cfg.out).resolve()
         out.mkdir(parents=True, exist_ok=True)
-        log = open(out / "log.jsonl", "a")  # noqa: SIM115
+        log = open(out / "log.jsonl", "a")
 
         def record(**entry: Any) -> None:
             print(json.dumps(entry), file=log, flush=True)
@@ -394,7 +402,7 @@ class Trainer:
 
         with checkpoints(out) as manager, stop_on_sigterm() as stopped, log:
             self.state = restore(manager, self.state)
-            (out / "config.json").write_text(
+            (out / CONFIG).write_text(
                 json.dumps(dataclasses.asdict(cfg), indent=1) + "\n"
             )
             began, since = time.perf_counter(), 0
@@ -474,10 +482,9 @@ def export(run: str | Path, out: str | Path) -> int:
       ConfigError: the run has no checkpoint.
     """
     run = Path(run).resolve()
-    raw = json.loads((run / "config.json").read_text())
-    cfg = TrainConfig(
-        **{k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()}
-    )
+    if not (run / CONFIG).is_file():
+        raise ConfigError(f"{run / CONFIG} does not exist; is this a training run?")
+    cfg = _from_json(json.loads((run / CONFIG).read_text()), str(run / CONFIG))
     target = load_target(cfg.target, jnp.bfloat16)
     drafter_cfg = make_drafter_config(cfg, target.cfg)
     like = init_state(drafter_cfg, make_optimizer(cfg), cfg.seed)

@@ -1,8 +1,8 @@
 """The DFlash training loss: many blocks per document, none of which sees another.
 
 Source: DFlash (arXiv 2602.06036). A block sees the context strictly before its anchor,
-which is what it will see when it drafts, and itself. Letters beyond `axes`: N documents,
-A anchors of each, M words of a shortlist.
+which is what it will see when it drafts, and itself. Letters beyond `axes`:
+N documents, A anchors of each, M words of a shortlist.
 """
 
 import math
@@ -223,8 +223,8 @@ class Shortlist:
     Attributes:
       word_M: its tokens, without repeats; every label of the step is among them.
       place_V: a token's index in `word_M` (anything for tokens outside).
-      bias_M: added to the logits: minus the log of the chance a word had to be drawn, so
-        that those drawn at random also stand for those that were not.
+      bias_M: added to the logits: minus the log of the chance a word had to be drawn,
+        so that those drawn at random also stand for those that were not.
     """
 
     word_M: Int[Array, "M"]

@@ -119,6 +119,15 @@ def drafter_config(raw: Mapping[str, Any], where: str) -> DrafterConfig:
       ConfigError: naming `where`, for another architecture, a missing or contradictory
         field, or an option that changes the function and is not supported.
     """
+    fields = _read_fields(raw, where)
+    try:
+        return DrafterConfig(**fields)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _read_fields(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The arguments of `DrafterConfig`."""
     names = raw.get("architectures") or []
     if names != [ARCHITECTURE]:
         raise ConfigError(
@@ -150,7 +159,7 @@ def drafter_config(raw: Mapping[str, Any], where: str) -> DrafterConfig:
     window = raw.get("sliding_window")
     embed = int(_needed(raw, "hidden_size", where))
     heads = int(_needed(raw, "num_attention_heads", where))
-    return DrafterConfig(
+    return dict(
         vocab=int(_needed(raw, "vocab_size", where)),
         embed=embed,
         mlp=int(_needed(raw, "intermediate_size", where)),

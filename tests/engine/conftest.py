@@ -48,16 +48,16 @@ def compiler(pair):
 def invented_table():
     """From a policy and shapes to a table with all its cells, at times one makes up."""
 
-    def make(policy, shapes, verify_ms, draft_ms=1e-3, plan_ms=1e-3):
+    def make(policy, shapes, verify_ms, draft_ms=lambda width: 1e-3):
         B = shapes.slots
         return CostTable(
             CostTable.empty().fingerprint,
-            draft={(B, w, 128): (draft_ms,) for w in policy.ladder(shapes)},
+            draft={(B, w, 128): (draft_ms(w),) for w in policy.ladder(shapes)},
             verify={
                 (B, lay.rows, lay.width, 128): (verify_ms(lay),)
                 for lay in policy.layouts(shapes)
             },
-            plan={(B,): (plan_ms,)},
+            plan={(B,): (1e-3,)},
         )
 
     return make

@@ -115,13 +115,17 @@ def shapes_of(build):
     return make
 
 
-# Few tiers at two sizes, since each costs seconds to compile, and all at the third.
-FACTORS = {1: (2.0, 6.0), 3: (2.0, 6.0), 4: None}
-TIERS = {1: (1, 2, 4, 6, 8), 3: (3, 6, 12, 18, 24), 4: (4, 6, 8, 12, 16, 24, 32)}
+# Every tier and width at one size, and few at the others: each takes time to compile.
+CHOICES = {
+    1: {"factors": (2.0, 4.0), "widths": (7,)},
+    3: {"factors": (2.0, 4.0), "widths": (7,)},
+    4: {},
+}
+TIERS = {1: (1, 2, 4, 8), 3: (3, 6, 12, 24), 4: (4, 6, 8, 12, 16, 24, 32)}
 
 
 def dcut(shapes, invented_table, verify_ms, **choice):
-    policy = replace(unmeasured(), factors=FACTORS[shapes.slots], **choice)
+    policy = replace(unmeasured(), **(CHOICES[shapes.slots] | choice))
     return replace(policy, table=invented_table(policy, shapes, verify_ms))
 
 
@@ -169,7 +173,7 @@ class TestText:
         engine = build(policy, slots)
         got = engine.generate(requests)
         assert texts(got) == [expected(r, greedy) for r in requests]
-        assert {r.width for r in engine.records} == {3, 7}
+        assert {r.width for r in engine.records} == set(policy.ladder(engine.shapes))
 
     @pytest.mark.parametrize("rows", [8, 16, 24, 32])
     def test_the_published_policy(
@@ -303,16 +307,32 @@ class TestAcceptance:
                 assert c.mean_accepted_length == (len(c.tokens) - 1) / c.steps
         assert np.isnan(got[2].mean_accepted_length)
 
-    def test_predicted_gains_are_probabilities_of_what_was_kept(
+    def test_a_plan_is_weighed_with_the_costs_of_its_width(
         self, build, shapes_of, invented_table, requests
     ):
-        engine = build(dcut(shapes_of(4), invented_table, realistic), 4)
+        # Rows so dear that none pays, unless drafting has cost far more already.
+        shapes, policy = shapes_of(4), replace(unmeasured(), probe_every=3)
+        table = invented_table(
+            policy,
+            shapes,
+            lambda lay: 1.0 + lay.rows**2 / 8,
+            draft_ms=lambda width: 0.01 if width == 3 else 500.0,
+        )
+        policy = replace(policy, table=table)
+        engine = build(policy, 4)
         engine.generate(requests)
+        cost_ms = policy.cost_ms(engine.shapes, 0.0)
+        widths = policy.ladder(engine.shapes)
+        full = [r for r in engine.records if r.active == 4]
+        assert {r.rows for r in full if r.width == 3} == {4}
+        assert min(r.rows for r in full if r.width == 7) >= 16
         for record in engine.records:
-            decision = record.decision
+            decision, at = record.decision, widths.index(record.width)
             assert decision.kept == record.kept
             assert 0 <= decision.gain <= record.kept
-            assert len(decision.utility) == 2
+            assert record.rows == policy.tiers(engine.shapes)[decision.tier]
+            worth = (record.active + decision.gain) / cost_ms[at, decision.tier]
+            assert decision.utility[at] == pytest.approx(worth, rel=1e-5)
 
 
 def test_keeping_everything_is_the_path_without_a_plan(
@@ -389,7 +409,7 @@ class TestSteps:
             case "fixed":
                 return make(FixedPolicy(7))
         shapes = make(ArPolicy()).shapes
-        policy = DCutPolicy(None, factors=(2.0,), probe_every=2)
+        policy = DCutPolicy(None, factors=(4.0,), widths=(7,))
         table = invented_table(policy, shapes, realistic)
         return make(replace(policy, table=table))
 

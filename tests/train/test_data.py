@@ -1,0 +1,143 @@
+"""Datasets on disk: what is written is read, and a killed writer leaves no trace."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from dcut_jax.train.data import (
+    Dataset,
+    DatasetError,
+    DatasetWriter,
+    documents_of_step,
+    draw_blocks,
+)
+
+ABOUT = {"target": "tiny", "taps": [1, 2]}
+
+
+def documents(count, channels=6, seed=0):
+    rng = np.random.default_rng(seed)
+    out = []
+    for _ in range(count):
+        size = int(rng.integers(5, 30))
+        features = rng.normal(size=(size, channels)).astype(ml_dtypes.bfloat16)
+        out.append((rng.integers(0, 50, size), int(rng.integers(1, size)), features))
+    return out
+
+
+def write(path, docs, **options):
+    with DatasetWriter(path, ABOUT, channels=6, **options) as writer:
+        for tokens, prompt_len, features in docs:
+            writer.append(tokens, prompt_len, features)
+
+
+def same(path, docs):
+    data = Dataset.open(path)
+    assert len(data) == len(docs)
+    for i, (tokens, prompt_len, features) in enumerate(docs):
+        doc = data.document(i)
+        np.testing.assert_array_equal(doc.tokens, tokens)
+        assert doc.prompt_len == prompt_len
+        np.testing.assert_array_equal(doc.features, features)
+
+
+def test_round_trip(tmp_path):
+    docs = documents(12)
+    write(tmp_path, docs)
+    same(tmp_path, docs)
+    manifest = Dataset.open(tmp_path).manifest
+    assert manifest.items() >= ABOUT.items()
+    assert (manifest["channels"], manifest["feature_dtype"]) == (6, "bfloat16")
+
+
+def test_float16_features(tmp_path):
+    docs = [(t, p, f.astype(np.float16)) for t, p, f in documents(3)]
+    write(tmp_path, docs, feature_dtype="float16")
+    same(tmp_path, docs)
+
+
+def test_tokens_alone(tmp_path):
+    with DatasetWriter(tmp_path, ABOUT) as writer:
+        writer.append([1, 2, 3], 1)
+        with pytest.raises(DatasetError, match="0 channels"):
+            writer.append([1, 2, 3], 1, np.ones((3, 6)))
+    data = Dataset.open(tmp_path)
+    assert data.document(0).features is None
+    with pytest.raises(DatasetError, match="no features"):
+        draw_blocks(data, np.array([0]), 2, 8, np.random.default_rng(0))
+
+
+def test_a_killed_writer_is_continued_after_its_last_document(tmp_path):
+    docs = documents(8)
+    write(tmp_path, docs[:5])
+    # Killed in the middle of a document: each file has a part of it.
+    for name, part in [("tokens.bin", 12), ("features.bin", 7), ("index.bin", 8)]:
+        with open(tmp_path / name, "ab") as file:
+            file.write(b"\x01" * part)
+    same(tmp_path, docs[:5])  # a reader passes over it
+    writer = DatasetWriter(tmp_path, ABOUT, channels=6)
+    assert writer.documents == 5
+    writer.close()
+    write(tmp_path, docs[5:])
+    same(tmp_path, docs)
+
+
+def test_what_is_appended_is_readable_before_close(tmp_path):
+    docs = documents(2)
+    writer = DatasetWriter(tmp_path, ABOUT, channels=6)
+    writer.append(*docs[0])
+    same(tmp_path, docs[:1])
+    writer.close()
+
+
+def test_refusals(tmp_path):
+    docs = documents(2)
+    write(tmp_path, docs)
+    with pytest.raises(DatasetError, match="differs in target"):
+        DatasetWriter(tmp_path, ABOUT | {"target": "other"}, channels=6)
+    with pytest.raises(DatasetError, match="differs in channels"):
+        DatasetWriter(tmp_path, ABOUT, channels=5)
+    with DatasetWriter(tmp_path, ABOUT, channels=6) as writer:
+        with pytest.raises(DatasetError, match=r"\[2, 6\], expected \[3, 6\]"):
+            writer.append([1, 2, 3], 1, np.ones((2, 6)))
+        with pytest.raises(DatasetError, match="prompt of 4 tokens in a document of 3"):
+            writer.append([1, 2, 3], 4, np.ones((3, 6)))
+        with pytest.raises(DatasetError, match="the document none"):
+            writer.append([1, 2, 3], 1)
+    same(tmp_path, docs)
+    with pytest.raises(DatasetError, match="is this a dataset"):
+        Dataset.open(tmp_path / "elsewhere")
+    (tmp_path / "features.bin").write_bytes(b"")
+    with pytest.raises(DatasetError, match=r"features\.bin is shorter"):
+        Dataset.open(tmp_path)
+    with pytest.raises(DatasetError, match=r"features\.bin has 0 bytes"):
+        DatasetWriter(tmp_path, ABOUT, channels=6)
+
+
+def test_anchors_are_legal(tmp_path):
+    docs = documents(20)
+    write(tmp_path, docs)
+    data = Dataset.open(tmp_path)
+    usable = data.usable(16)
+    legal = [i for i, (t, p, _) in enumerate(docs) if min(len(t), 16) - 1 > p]
+    assert usable.tolist() == legal
+    blocks = draw_blocks(data, usable, 6, 16, np.random.default_rng(3))
+    for n, i in enumerate(usable):
+        tokens, prompt_len, features = docs[i]
+        size = min(len(tokens), 16)
+        assert blocks.length_N[n] == size
+        np.testing.assert_array_equal(blocks.token_NS[n, :size], tokens[:size])
+        np.testing.assert_array_equal(blocks.taps_NSC[n, :size], features[:size])
+        anchors = blocks.anchor_NA[n][blocks.valid_NA[n]].tolist()
+        # From the response's first token to the last that has a successor.
+        assert set(anchors) <= set(range(prompt_len, size - 1))
+        assert len(set(anchors)) == len(anchors) == min(6, size - 1 - prompt_len)
+
+
+def test_an_epoch_visits_every_document_once():
+    usable = np.array([3, 5, 8, 9, 11])
+    drawn = np.concatenate([documents_of_step(usable, 3, s, seed=1) for s in range(10)])
+    epochs = drawn.reshape(6, 5)
+    assert all(sorted(e) == usable.tolist() for e in epochs.tolist())
+    assert len({tuple(e) for e in epochs.tolist()}) > 1
+    np.testing.assert_array_equal(drawn[12:15], documents_of_step(usable, 3, 4, seed=1))
