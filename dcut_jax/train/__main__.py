@@ -1,11 +1,11 @@
 """Trains a drafter for a target, from prompts to a checkpoint.
 
-    python -m dcut_jax.train respond  PROMPTS... --out RESPONSES
-    python -m dcut_jax.train features RESPONSES DATA
+    python -m dcut_jax.train data     PROMPTS... --out DATA
     python -m dcut_jax.train run      CONFIG
     python -m dcut_jax.train export   RUN OUT
 
-Each stage goes on where it was stopped.
+`data` is two stages, which `respond` and `features` run one at a time. `data` and `run`
+go on where they were stopped.
 """
 
 import argparse
@@ -15,12 +15,27 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from dcut_jax.cli import run
+from dcut_jax.cli import bar, positive, run
 from dcut_jax.train import collect
 from dcut_jax.train.data import DatasetWriter
 from dcut_jax.train.loop import export, make_trainer, read_config
 from dcut_jax.weights.dflash import default_taps
-from dcut_jax.weights.load import load_target
+from dcut_jax.weights.load import SMOLLM2, Target, load_target
+
+
+def _add_respond_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompts", nargs="+", type=Path, help="JSONL with `prompt`")
+    parser.add_argument("--slots", type=positive, default=64, help="prompts at a time")
+    parser.add_argument("--max-length", type=positive, default=384)
+    parser.add_argument("--max-new-tokens", type=positive, default=170)
+    parser.add_argument("--seed", type=int, default=0, help="order of the prompts")
+
+
+def _add_features_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--taps", type=positive, default=5, help="tapped layers")
+    parser.add_argument(
+        "--about", default="{}", help="JSON for the manifest: sources and licences"
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -31,23 +46,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
 
+    data = commands.add_parser("data", help="prompts to a dataset with features")
+    data.add_argument("--out", type=Path, required=True, help="dataset to write")
+    _add_respond_flags(data)
+    _add_features_flags(data)
+
     respond = commands.add_parser("respond", help="the target answers prompts")
-    respond.add_argument("prompts", nargs="+", type=Path, help="JSONL with `prompt`")
     respond.add_argument("--out", type=Path, required=True, help="JSONL to append to")
-    respond.add_argument("--target", default="smollm2")
-    respond.add_argument("--slots", type=int, default=64, help="prompts at a time")
-    respond.add_argument("--max-length", type=int, default=384)
-    respond.add_argument("--max-new-tokens", type=int, default=170)
-    respond.add_argument("--seed", type=int, default=0, help="order of the prompts")
+    _add_respond_flags(respond)
 
     features = commands.add_parser("features", help="hidden states of the responses")
     features.add_argument("responses", type=Path, help="JSONL that `respond` wrote")
     features.add_argument("data", type=Path, help="dataset to write or to continue")
-    features.add_argument("--target", default="smollm2")
-    features.add_argument("--taps", type=int, default=5, help="tapped layers")
-    features.add_argument(
-        "--about", default="{}", help="JSON for the manifest: sources and licences"
-    )
+    _add_features_flags(features)
+
+    for command in (data, respond, features):
+        command.add_argument("--target", default=SMOLLM2)
 
     train = commands.add_parser("run", help="train")
     train.add_argument("config", help="TOML file")
@@ -61,38 +75,60 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _progress(done: int, of: int) -> None:
-    print(f"{done} of {of}", flush=True)
+def _respond(args: argparse.Namespace, target: Target, out: Path) -> None:
+    prompts = collect.read_prompts(args.prompts, args.seed)
+    with bar("responses", len(prompts)) as update:
+        collect.respond(
+            target,
+            prompts,
+            out,
+            slots=args.slots,
+            max_length=args.max_length,
+            max_new_tokens=args.max_new_tokens,
+            on_progress=lambda done, _: update(done),
+        )
 
 
-def _respond(args: argparse.Namespace) -> None:
-    collect.respond(
-        load_target(args.target, jnp.float32),
-        collect.read_prompts(args.prompts, args.seed),
-        args.out,
-        slots=args.slots,
-        max_length=args.max_length,
-        max_new_tokens=args.max_new_tokens,
-        on_progress=_progress,
-    )
+def _taps(args: argparse.Namespace, target: Target) -> tuple[int, ...]:
+    return default_taps(args.taps, target.cfg.layers)
 
 
-def _features(args: argparse.Namespace) -> None:
-    target = load_target(args.target, jnp.bfloat16)
-    taps = default_taps(args.taps, target.cfg.layers)
+def _writer(args: argparse.Namespace, target: Target, data: Path) -> DatasetWriter:
+    taps = _taps(args, target)
     manifest = {"target": target.identity, "sampling": "greedy", "taps": list(taps)}
     manifest |= json.loads(args.about)
-    responses = collect.read_responses(args.responses)
-    with DatasetWriter(args.data, manifest, len(taps) * target.cfg.embed) as writer:
-        collect.add_features(target, taps, responses, writer, on_progress=_progress)
+    return DatasetWriter(data, manifest, len(taps) * target.cfg.embed)
+
+
+def _features(
+    args: argparse.Namespace, target: Target, path: Path, writer: DatasetWriter
+) -> None:
+    responses = collect.read_responses(path)
+    with bar("features", len(responses)) as update:
+        collect.add_features(
+            target,
+            _taps(args, target),
+            responses,
+            writer,
+            on_progress=lambda done, _: update(done),
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
-    if args.command == "respond":
-        _respond(args)
+    if args.command == "data":
+        target = load_target(args.target, jnp.float32)
+        responses = args.out / "responses.jsonl"
+        # Opened first: another dataset is refused before it takes hours of responses.
+        with _writer(args, target, args.out) as writer:
+            _respond(args, target, responses)
+            _features(args, target, responses, writer)
+    elif args.command == "respond":
+        _respond(args, load_target(args.target, jnp.float32), args.out)
     elif args.command == "features":
-        _features(args)
+        target = load_target(args.target, jnp.bfloat16)
+        with _writer(args, target, args.data) as writer:
+            _features(args, target, args.responses, writer)
     elif args.command == "run":
         given = {"data": args.data, "out": args.out, "steps": args.steps}
         overrides = {k: v for k, v in given.items() if v is not None}

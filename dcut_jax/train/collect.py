@@ -74,6 +74,7 @@ def respond(
     """
     text = target.text()
     answered = {tuple(d["prompt"]) for d in read_responses(out)}
+    _cut_unfinished_line(out)
     engine = Engine(
         Models(target.cfg, None, {"target": target.params}),
         EngineConfig(slots, max_length),
@@ -92,6 +93,7 @@ def respond(
                     break
                 ids = tuple(text.chat([{"role": "user", "content": prompt.text}]))
                 if ids in answered or len(ids) + max_new_tokens > max_length:
+                    done += 1
                     continue
                 request = Request(ids, max_new_tokens, text.eos_ids)
                 running.append((prompt, ids, engine.admit(engine.prefill(request))))
@@ -112,14 +114,40 @@ def respond(
                 done += len(finished)
                 if on_progress:
                     on_progress(done, len(prompts))
+    if on_progress:
+        on_progress(done, len(prompts))
+
+
+def _cut_unfinished_line(path: Path) -> None:
+    """Removes what a killed writer left after the last complete line."""
+    if path.exists():
+        with path.open("r+b") as file:
+            file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def read_responses(path: Path) -> list[dict]:
-    """Complete lines of a response file; an unfinished last line is passed over."""
+    """Complete lines of a response file; an unfinished last line is passed over.
+
+    Raises:
+      DatasetError: a line is not a response; names file and line.
+    """
     if not path.exists():
         return []
+    found = []
     with path.open() as lines:
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        for number, line in enumerate(lines, 1):
+            if not line.endswith("\n"):
+                break  # still being written
+            try:
+                response = json.loads(line)
+                _ = response["prompt"] + response["response"]
+            except (json.JSONDecodeError, KeyError, TypeError) as e:
+                raise DatasetError(
+                    f"{path}:{number}: expected a JSON object with token lists "
+                    f"`prompt` and `response`, found {line[:60]!r}"
+                ) from e
+            found.append(response)
+    return found
 
 
 def add_features(

@@ -11,7 +11,8 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,10 @@ class TrainConfig:
       eval_docs: documents held out, the first ones of the dataset.
     """
 
-    target: str
-    data: str
-    out: str
+    # Where things lie makes no difference to what is compiled.
+    target: str = field(compare=False)
+    data: str = field(compare=False)
+    out: str = field(compare=False)
     mask_token: int
     layers: int = 3
     target_layers: tuple[int, ...] = ()
@@ -209,6 +211,44 @@ def train_step(
     return TrainState(new_params, opt_state, state.step + 1), metrics
 
 
+@partial(
+    jax.jit, static_argnames=("cfg", "drafter_cfg", "width"), donate_argnames="state"
+)
+def compiled_step(
+    state: TrainState,
+    embed_VE: Array,
+    head_VE: Array,
+    blocks: Blocks,
+    shortlist: Shortlist | None,
+    *,
+    cfg: TrainConfig,
+    drafter_cfg: DrafterConfig,
+    width: int,
+) -> tuple[TrainState, dict[str, Array]]:
+    """`train_step` of a run; one program per width."""
+
+    def loss_fn(p: Any, blocks: Blocks, shortlist: Shortlist | None) -> Array:
+        return block_loss(
+            p,
+            drafter_cfg,
+            embed_VE,
+            head_VE,
+            blocks,
+            width,
+            cfg.gamma,
+            shortlist,
+            jnp.dtype(cfg.compute_dtype),
+        )
+
+    tx = make_optimizer(cfg)
+    return train_step(state, blocks, shortlist, loss_fn=loss_fn, tx=tx)
+
+
+compiled_matches = jax.jit(
+    block_matches, static_argnames=("cfg", "width", "compute_dtype")
+)
+
+
 def make_shortlist(
     blocks: Blocks,
     frequent: np.ndarray,
@@ -302,39 +342,7 @@ class Trainer:
             )
         counts = data.counts(target_cfg.vocab)
         self.frequent = np.argsort(-counts, kind="stable")[: cfg.shortlist_frequent]
-        self.tx = make_optimizer(cfg)
-        self.state = init_state(self.drafter_cfg, self.tx, cfg.seed)
-        self._steps: dict[int, Callable[..., Any]] = {}
-        self._matches = jax.jit(self._match_blocks, static_argnames="width")
-
-    def _match_blocks(
-        self, p: Any, embed: Array, head: Array, blocks: Blocks, width: int
-    ):
-        dtype = jnp.dtype(self.cfg.compute_dtype)
-        return block_matches(p, self.drafter_cfg, embed, head, blocks, width, dtype)
-
-    def _compiled(self, width: int) -> Callable[..., Any]:
-        if width not in self._steps:
-            cfg = self.cfg
-
-            def step(state, embed, head, blocks, shortlist):
-                def loss_fn(p, blocks, shortlist):
-                    return block_loss(
-                        p,
-                        self.drafter_cfg,
-                        embed,
-                        head,
-                        blocks,
-                        width,
-                        cfg.gamma,
-                        shortlist,
-                        jnp.dtype(cfg.compute_dtype),
-                    )
-
-                return train_step(state, blocks, shortlist, loss_fn=loss_fn, tx=self.tx)
-
-            self._steps[width] = jax.jit(step, donate_argnums=0)
-        return self._steps[width]
+        self.state = init_state(self.drafter_cfg, make_optimizer(cfg), cfg.seed)
 
     def step(self) -> dict[str, float]:
         """Trains on the blocks of the state's step."""
@@ -349,8 +357,15 @@ class Trainer:
             shortlist = make_shortlist(
                 blocks, self.frequent, cfg.shortlist, self.drafter_cfg.vocab, rng
             )
-        self.state, metrics = self._compiled(width)(
-            self.state, self.embed_VE, self.head_VE, blocks, shortlist
+        self.state, metrics = compiled_step(
+            self.state,
+            self.embed_VE,
+            self.head_VE,
+            blocks,
+            shortlist,
+            cfg=cfg,
+            drafter_cfg=self.drafter_cfg,
+            width=width,
         )
         return {k: float(v) for k, v in metrics.items()} | {"width": width}
 
@@ -373,8 +388,14 @@ class Trainer:
             # One shape for all: the last batch repeats itself, and is cut below.
             full = np.resize(some, cfg.docs)
             blocks = draw_blocks(self.data, full, cfg.eval_anchors, cfg.length, rng)
-            match, there = self._matches(
-                self.state.params, self.embed_VE, self.head_VE, blocks, width=width
+            match, there = compiled_matches(
+                self.state.params,
+                self.drafter_cfg,
+                self.embed_VE,
+                self.head_VE,
+                blocks,
+                width,
+                jnp.dtype(cfg.compute_dtype),
             )
             whole = np.asarray(there)[: len(some), :, -1]
             prefix = np.cumprod(np.asarray(match)[: len(some)][whole], axis=-1)

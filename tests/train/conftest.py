@@ -30,7 +30,7 @@ def dataset(target, tmp_path_factory):
     cfg, params = target
     path = tmp_path_factory.mktemp("data")
     rng = np.random.default_rng(0)
-    start_N, stride_N = rng.integers(0, 100, 40), rng.integers(1, 7, 40)
+    start_N, stride_N = rng.integers(0, 100, 100), rng.integers(1, 7, 100)
     token_NS = (start_N[:, None] + stride_N[:, None] * np.arange(48)) % 100
     valid_NS = jnp.ones(token_NS.shape, bool)
     forward = jax.jit(lambda t: forward_sequences(params, cfg, t, valid_NS, TAPS).taps)

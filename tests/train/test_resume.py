@@ -31,8 +31,7 @@ def config(golden, dataset, tmp_path):
         docs=4,
         anchors=4,
         length=40,
-        widths=(3, 7),
-        width_weights=(0.5, 0.5),
+        widths=(5,),
         gamma=4.0,
         shortlist=100,
         shortlist_frequent=8,
@@ -74,7 +73,8 @@ def test_stopped_and_resumed_equals_unbroken(config, target, tmp_path):
 
     assert int(second.state.step) == config.steps
     jax.tree.map(np.testing.assert_array_equal, whole.state, second.state)
-    assert {r["width"] for r in records if "accepted" in r} == {3, 7}
+    assert [r["step"] for r in records if "loss" in r] == [1, 2, 3, 4, 5, 6]
+    assert [(r["step"], r["width"]) for r in records if "accepted" in r] == [(6, 5)]
 
     # And the end of the run is what gets exported.
     assert main(["export", config.out, str(tmp_path / "drafter")]) == 0
@@ -87,12 +87,15 @@ def test_stopped_and_resumed_equals_unbroken(config, target, tmp_path):
 
 @pytest.mark.slow
 def test_training_learns_progressions(config, target):
-    run = trainer(replace(config, steps=200, widths=(7,), width_weights=(1.0,)), target)
-    before = run.evaluate(7)["accepted"]
-    for _ in range(200):
+    steps, width = 150, 7
+    more = replace(config, layers=2, docs=8, anchors=12, steps=steps)
+    more = replace(more, shortlist=0, shortlist_frequent=0)
+    run = trainer(replace(more, widths=(width,)), target)
+    before = run.evaluate(width)["accepted"]
+    for _ in range(steps):
         run.step()
     assert before < 1.2
-    assert run.evaluate(7)["accepted"] > 2.0
+    assert run.evaluate(width)["accepted"] > 3.0
 
 
 def test_a_shortlist_holds_every_label_and_no_word_twice():
@@ -119,8 +122,8 @@ def test_features_of_other_layers_are_refused(config, target):
 
 
 def test_nothing_left_to_train_on(config, target):
-    with pytest.raises(DatasetError, match="40 documents, of which 40 are held out"):
-        trainer(replace(config, eval_docs=40), target)
+    with pytest.raises(DatasetError, match="100 documents, of which 100 are held out"):
+        trainer(replace(config, eval_docs=100), target)
 
 
 def test_config_files(tmp_path):

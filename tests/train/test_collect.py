@@ -1,0 +1,131 @@
+"""From prompts to a dataset: order, resumption, and features that are the target's."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dcut_jax.models.dense import forward_sequences, head_VE, logits
+from dcut_jax.train import __main__ as command
+from dcut_jax.train import collect
+from dcut_jax.train.data import Dataset, DatasetError
+from dcut_jax.weights.load import Target
+
+TEXTS = [f"{start} {stride}" for start in range(3, 8) for stride in (1, 3)]
+
+
+class Progressions:
+    """A tokenizer that reads "start stride" as the beginning of a progression."""
+
+    eos_ids = (0,)
+
+    def chat(self, messages):
+        start, stride = map(int, messages[0]["content"].split())
+        return [start + stride * i for i in range(8)]
+
+
+@pytest.fixture
+def tiny(target, monkeypatch):
+    cfg, params = target
+    made = Target(cfg, params, Progressions(), "tiny", "identity")
+    monkeypatch.setattr(command, "load_target", lambda source, dtype: made)
+    return made
+
+
+def prompt_file(path, texts):
+    path.write_text("".join(json.dumps({"prompt": t}) + "\n" for t in texts))
+    return str(path)
+
+
+def collect_data(prompts, out, *more):
+    flags = "--slots 4 --max-length 32 --max-new-tokens 6 --taps 3".split()
+    return command.main(["data", prompts, "--out", str(out), *flags, *more])
+
+
+def test_data_from_prompts_and_again_after_a_kill(tiny, tmp_path):
+    out = tmp_path / "data"
+    some = prompt_file(tmp_path / "some.jsonl", TEXTS[:4])
+    every = prompt_file(tmp_path / "every.jsonl", TEXTS)
+    assert collect_data(some, out) == 0
+    responses = out / "responses.jsonl"
+    before = responses.read_text()
+    assert len(before.splitlines()) == 4
+    responses.write_text(before + '{"source": "every", "pro')
+    assert collect_data(every, out) == 0
+
+    assert responses.read_text().startswith(before)
+    lines = collect.read_responses(responses)
+    want = {tuple(Progressions().chat([{"content": t}])) for t in TEXTS}
+    assert len(lines) == len(TEXTS)
+    assert {tuple(line["prompt"]) for line in lines} == want
+    data = Dataset.open(out)
+    assert len(data) == len(lines)
+    assert data.manifest["taps"] == [1, 2, 3]
+
+    # Greedy answers, and features of the same documents, in the order of the lines.
+    @jax.jit
+    def read(token_NS):
+        valid_NS = jnp.ones(token_NS.shape, bool)
+        rows = forward_sequences(tiny.params, tiny.cfg, token_NS, valid_NS, (1, 2, 3))
+        return jnp.argmax(logits(rows.hidden, head_VE(tiny.params)), -1), rows.taps
+
+    token_NS = np.zeros((len(lines), 16), np.int32)
+    for n, line in enumerate(lines):
+        document = line["prompt"] + line["response"]
+        np.testing.assert_array_equal(data.document(n).tokens, document)
+        token_NS[n, : len(document)] = document
+    argmax_NS, taps_NSC = map(np.asarray, read(token_NS))
+    for n, line in enumerate(lines):
+        document = data.document(n)
+        first, size = document.prompt_len, len(document.tokens)
+        assert first == len(line["prompt"]) == 8
+        assert argmax_NS[n, first - 1 : size - 1].tolist() == line["response"]
+        got = np.asarray(document.features, np.float32)
+        error = np.linalg.norm(got - taps_NSC[n, :size])
+        assert error < 0.02 * np.linalg.norm(taps_NSC[n, :size])
+
+    # Nothing is left to do, and another dataset is refused before any answer.
+    files = {p.name: p.read_bytes() for p in out.iterdir()}
+    collect_data(every, out)
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == files
+    with pytest.raises(DatasetError, match="differs in licence"):
+        collect_data(every, out, "--about", '{"licence": "MIT"}')
+    assert responses.read_bytes() == files["responses.jsonl"]
+
+
+def test_prompts_are_deduplicated_and_shuffled_by_seed(tmp_path):
+    prompt_file(tmp_path / "a.jsonl", TEXTS)
+    prompt_file(tmp_path / "b.jsonl", ["new", *TEXTS])
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    prompts = collect.read_prompts(paths, seed=1)
+    assert sorted(p.text for p in prompts) == sorted(["new", *TEXTS])
+    assert {p.text for p in prompts if p.source == "b"} == {"new"}
+    assert prompts == collect.read_prompts(paths, seed=1)
+    assert prompts != collect.read_prompts(paths, seed=2)
+
+
+@pytest.mark.parametrize("line", ["{", "[]", "{}"])
+@pytest.mark.parametrize("what", ["prompts", "responses"])
+def test_broken_lines_are_named(tmp_path, what, line):
+    path = tmp_path / "broken.jsonl"
+    good = {"prompt": [1], "response": [2]} if what == "responses" else {"prompt": "a"}
+    path.write_text(json.dumps(good) + f"\n{line}\n")
+    readers = {
+        "prompts": lambda: collect.read_prompts([path], 0),
+        "responses": lambda: collect.read_responses(path),
+    }
+    with pytest.raises(DatasetError, match=r"broken\.jsonl:2: expected a JSON object"):
+        readers[what]()
+
+
+def test_prompts_that_are_too_long_are_left_out_and_counted(tiny, tmp_path):
+    prompts = [collect.Prompt(t, "here") for t in TEXTS[:2]]
+    options = {"slots": 4, "max_new_tokens": 6, "max_length": 13}
+    seen = []
+    out = tmp_path / "responses.jsonl"
+    progress = {"on_progress": lambda *p: seen.append(p)}
+    collect.respond(tiny, prompts, out, **options, **progress)
+    assert collect.read_responses(out) == []
+    assert seen[-1] == (2, 2)
