@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -115,38 +116,28 @@ class Engine:
             stops=config.max_stops,
         )
         self.compiler = compiler or S.Compiler(models, config.cache_dtype)
-        self._warm()
+        if isinstance(policy, DCutPolicy):
+            policy.cost_ms(self.shapes, 0.0)  # raises for a cost that is missing
+            self.chooser = policy.chooser(self.shapes)
+            self._cost_ms: dict[int, Any] = {}
+        self.prepare(policy)
         self.reset()
 
     # -- compiled pieces ---------------------------------------------------------
 
-    def _warm(self) -> None:
+    def prepare(self, policy: Policy) -> None:
+        """Compiles all that a policy can ask for, as far as it is not there yet."""
         exe, shapes = self.compiler, self.shapes
-        if isinstance(self.policy, DCutPolicy):
-            self.policy.cost_ms(shapes, 0.0)  # raises for a cost that is missing
-        exe.empty(shapes)
-        for chunk in PREFILL_CHUNKS:
-            exe.prefill(shapes, chunk)
-        exe.insert(shapes)
-        exe.release(shapes)
-        for width in self._widths():  # first: it refuses a width beyond the block
-            exe.draft(shapes, width)
-        for lay in self.policy.layouts(shapes):
-            exe.verify(shapes, lay)
-            exe.commit(shapes, lay.width)
-        if isinstance(self.policy, DCutPolicy):
-            exe.decide(shapes, self.policy.plan_key(shapes))
-            self.chooser = self.policy.chooser(shapes)
-            self._cost_ms: dict[int, Any] = {}
-
-    def _widths(self) -> tuple[int, ...]:
-        match self.policy:
-            case ArPolicy():
-                return ()
-            case FixedPolicy(width=width):
-                return (width,)
-            case DCutPolicy():
-                return self.policy.ladder(self.shapes)
+        layouts = policy.layouts(shapes)
+        jobs = [partial(exe.draft, shapes, width) for width in policy.ladder(shapes)]
+        jobs += [partial(exe.verify, shapes, lay) for lay in layouts]
+        jobs += [partial(exe.prefill, shapes, chunk) for chunk in PREFILL_CHUNKS]
+        widths = sorted({lay.width for lay in layouts})
+        jobs += [partial(exe.commit, shapes, width) for width in widths]
+        jobs += [partial(f, shapes) for f in (exe.empty, exe.insert, exe.release)]
+        if isinstance(policy, DCutPolicy):
+            jobs.append(partial(exe.decide, shapes, policy.plan_key(shapes)))
+        exe.prepare(jobs)
 
     # -- state -------------------------------------------------------------------
 
@@ -279,7 +270,7 @@ class Engine:
         return proposal
 
     def _cut_step(self, policy: DCutPolicy, clock: "_Phases") -> None:
-        shapes, ladder = self.shapes, self._widths()
+        shapes, ladder = self.shapes, policy.ladder(self.shapes)
         width = self.chooser.next()
         proposal = self._draft(width, clock)
         plan, bundle = self.compiler.decide(shapes, policy.plan_key(shapes))(
@@ -373,7 +364,7 @@ class Engine:
                 self._slots[i] = None
         self.records.append(record)
         if record.decision is not None:
-            ladder = self._widths()
+            ladder = self.policy.ladder(self.shapes)
             self.chooser.observe(
                 record.width,
                 {

@@ -25,6 +25,10 @@ class ArPolicy:
 
     kind: Literal["ar"] = "ar"
 
+    def ladder(self, shapes: StepShapes) -> tuple[int, ...]:
+        """Draft widths that a step may ask for."""
+        return ()
+
     def layouts(self, shapes: StepShapes) -> list[Layout]:
         return [anchors_only(shapes)]
 
@@ -35,6 +39,10 @@ class FixedPolicy:
 
     width: int
     kind: Literal["fixed"] = "fixed"
+
+    def ladder(self, shapes: StepShapes) -> tuple[int, ...]:
+        """Draft widths that a step may ask for."""
+        return (self.width,)
 
     def layouts(self, shapes: StepShapes) -> list[Layout]:
         return [everything(shapes, self.width)]

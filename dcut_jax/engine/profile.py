@@ -104,6 +104,7 @@ def profile(
       on_progress: called with what is measured, steps done, and steps in all.
     """
     engine = Engine(models, config, ArPolicy(), compiler=compiler)
+    engine.prepare(policy_shape)
     found: dict[str, dict[tuple[int, ...], tuple[float, ...]]] = {
         "draft": {},
         "verify": {},

@@ -11,7 +11,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dcut_jax.config import ModelConfig
 from dcut_jax.models.attention import attend, causal_mask
-from dcut_jax.models.layers import attention_inputs, project, rms_norm, swiglu
+from dcut_jax.models.layers import (
+    attention_inputs,
+    project,
+    rms_norm,
+    rotation,
+    swiglu,
+)
 from dcut_jax.models.params import ParamSpec
 
 Attend = Callable[[int, Array, Array, Array], Array]
@@ -121,12 +127,13 @@ def forward(
       taps: layers whose output (residual stream after the layer) is wanted.
     """
     x = embed(token, params["embed_VE"])
+    by = rotation(position, cfg.rope, cfg.head_dim)
     tapped: dict[int, Array] = {}
     keys, values = [], []
     for i, layer in enumerate(params["layers"]):
         with jax.named_scope(f"layer_{i}"):
             h = rms_norm(x, layer["attention_norm_E"], cfg.norm_eps)
-            q, k, v = attention_inputs(h, layer, position, cfg.rope, cfg.norm_eps)
+            q, k, v = attention_inputs(h, layer, by, cfg.norm_eps)
             keys.append(k)
             values.append(v)
             x = x + project(attend_layer(i, q, k, v), layer["o_HDE"], contract=2)

@@ -22,6 +22,7 @@ from dcut_jax.models.layers import (
     key_value,
     project,
     rms_norm,
+    rotation,
     swiglu,
 )
 from dcut_jax.models.params import ParamSpec
@@ -61,10 +62,8 @@ def context_kv(
     Context does not pass through a layer's input norm, so this depends on nothing but
     the row itself and is cached as soon as the target has processed the token.
     """
-    pairs = [
-        key_value(ctx, layer, position, cfg.rope, cfg.norm_eps)
-        for layer in params["layers"]
-    ]
+    by = rotation(position, cfg.rope, cfg.head_dim)
+    pairs = [key_value(ctx, layer, by, cfg.norm_eps) for layer in params["layers"]]
     return jnp.stack([k for k, _ in pairs]), jnp.stack([v for _, v in pairs])
 
 
@@ -125,10 +124,11 @@ def block_layers(
       attend_layer: from `(layer, q_NHD, k_NGD, v_NGD)` of the block rows to the
         attention output `[*N, H, D]`. It alone knows the context.
     """
+    by = rotation(position, cfg.rope, cfg.head_dim)
     for i, layer in enumerate(params["layers"]):
         with jax.named_scope(f"draft_layer_{i}"):
             h = rms_norm(x, layer["attention_norm_E"], cfg.norm_eps)
-            q, k, v = attention_inputs(h, layer, position, cfg.rope, cfg.norm_eps)
+            q, k, v = attention_inputs(h, layer, by, cfg.norm_eps)
             x = x + project(attend_layer(i, q, k, v), layer["o_HDE"], contract=2)
             x = x + swiglu(rms_norm(x, layer["mlp_norm_E"], cfg.norm_eps), layer)
     return rms_norm(x, params["norm_E"], cfg.norm_eps)

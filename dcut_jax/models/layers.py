@@ -5,7 +5,7 @@ accumulate in float32, and everything between two products is float32.
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -85,16 +85,25 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     return (freq * blend + freq / s.factor * (1 - blend)).astype(np.float32)
 
 
-def rotate(
-    x: Float[Array, "*N H D"], position: Int[Array, "*N"], rope: RopeConfig
-) -> Float[Array, "*N H D"]:
-    """Rotary embedding, half-split pairs `(i, i + D/2)`, angles in float32."""
-    freq = jnp.asarray(rope_frequencies(rope, x.shape[-1]))
+class Rotation(NamedTuple):
+    """Cosine and sine of the angles of some rows, `[*N, 1, D / 2]`, for every head."""
+
+    cos: Array
+    sin: Array
+
+
+def rotation(position: Int[Array, "*N"], rope: RopeConfig, head_dim: int) -> Rotation:
+    """Rotary angles in float32; made once for all layers of a pass."""
+    freq = jnp.asarray(rope_frequencies(rope, head_dim))
     freq = freq.reshape((1,) * position.ndim + freq.shape)
-    angle = position[..., None].astype(jnp.float32) * freq
-    cos, sin = jnp.cos(angle)[..., None, :], jnp.sin(angle)[..., None, :]
+    angle = (position[..., None].astype(jnp.float32) * freq)[..., None, :]
+    return Rotation(jnp.cos(angle), jnp.sin(angle))
+
+
+def rotate(x: Float[Array, "*N H D"], by: Rotation) -> Float[Array, "*N H D"]:
+    """Rotary embedding, half-split pairs `(i, i + D/2)`."""
     a, b = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    return jnp.concatenate([a * by.cos - b * by.sin, b * by.cos + a * by.sin], axis=-1)
 
 
 def swiglu(x: Float[Array, "*N E"], layer: dict[str, Any]) -> Float[Array, "*N E"]:
@@ -106,27 +115,25 @@ def swiglu(x: Float[Array, "*N E"], layer: dict[str, Any]) -> Float[Array, "*N E
 def attention_inputs(
     x: Float[Array, "*N E"],
     layer: dict[str, Any],
-    position: Int[Array, "*N"],
-    rope: RopeConfig,
+    by: Rotation,
     eps: float,
 ) -> tuple[Array, Array, Array]:
     """Rotated queries and keys, and values; q/k norm where the layer has it."""
     q_NHD = project(x, layer["q_EHD"])
-    k_NGD, v_NGD = key_value(x, layer, position, rope, eps)
+    k_NGD, v_NGD = key_value(x, layer, by, eps)
     if "q_norm_D" in layer:
         q_NHD = rms_norm(q_NHD, layer["q_norm_D"], eps)
-    return rotate(q_NHD, position, rope), k_NGD, v_NGD
+    return rotate(q_NHD, by), k_NGD, v_NGD
 
 
 def key_value(
     x: Float[Array, "*N E"],
     layer: dict[str, Any],
-    position: Int[Array, "*N"],
-    rope: RopeConfig,
+    by: Rotation,
     eps: float,
 ) -> tuple[Array, Array]:
     """Rotated keys, and values, of rows that ask no question themselves."""
     k_NGD = project(x, layer["k_EGD"])
     if "k_norm_D" in layer:
         k_NGD = rms_norm(k_NGD, layer["k_norm_D"], eps)
-    return rotate(k_NGD, position, rope), project(x, layer["v_EGD"])
+    return rotate(k_NGD, by), project(x, layer["v_EGD"])
