@@ -56,14 +56,14 @@ def parser() -> argparse.ArgumentParser:
         f"with widths {', '.join(map(str, WIDTHS))} as far as the drafter goes",
     )
     p.add_argument("--prompts", default=DEFAULT, help="a shipped set or a JSONL file")
-    p.add_argument("--limit", type=positive, default=48, help="prompts to use")
-    p.add_argument("--max-new-tokens", type=positive, default=96)
+    p.add_argument("--limit", type=positive, default=32, help="prompts to use")
+    p.add_argument("--max-new-tokens", type=positive, default=64)
     p.add_argument("--max-length", type=positive, help="default: what prompts need")
     p.add_argument("--rounds", type=positive, default=3)
     p.add_argument(
         "--tokens-per-request",
         type=positive,
-        default=24,
+        default=12,
         help="timed tokens per slot and round",
     )
     p.add_argument("--cost-dir", type=Path, default=default_directory())

@@ -192,11 +192,3 @@ class CostTable:
             raise CostError(
                 f"{path} is not a cost table ({e}); {HOW_TO_MEASURE}"
             ) from e
-
-
-def cheapest_wide_enough(cost_ms_R: np.ndarray) -> np.ndarray:
-    """Monotone in rows: what the cheapest tier at least as wide costs.
-
-    On some machines 4 rows cost less than 2; then a step of 2 is run as 4.
-    """
-    return np.minimum.accumulate(cost_ms_R[::-1])[::-1]

@@ -14,7 +14,7 @@ from pallas_kernels import Backend
 
 # Rows per request of the default tiers: about geometric, and holding the full widths of
 # 3, 7 and 15 drafts and the quarters of a block of 16.
-TIER_FACTORS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
+TIER_FACTORS = (1.0, 1.5, 2.0, 3.0, 4.0, 8.0, 12.0, 16.0)
 WIDTHS = (3, 7, 15)
 PAPER_RATIOS = (0.25, 0.5, 0.75, 1.0)
 
@@ -67,7 +67,7 @@ class DCutPolicy:
     objective: Objective = "tokens"
     ratios: tuple[float, ...] | None = None
     backend: Backend = "xla"
-    probe_every: int = 32
+    probe_every: int = 64
     kind: Literal["dcut"] = "dcut"
 
     @classmethod

@@ -18,7 +18,7 @@ from dcut_jax.engine.policy import ArPolicy, DCutPolicy
 from dcut_jax.engine.requests import Request
 from dcut_jax.models.cache import CHUNK
 
-ROUNDS = 5
+ROUNDS = 4
 
 
 def fingerprint(

@@ -14,7 +14,6 @@ from dcut_jax.cost.table import (
     CostError,
     CostTable,
     Fingerprint,
-    cheapest_wide_enough,
 )
 
 HERE = Fingerprint(
@@ -107,23 +106,6 @@ class TestCosts:
     def test_a_cell_without_samples_is_refused(self):
         with pytest.raises(CostError, match="finite samples"):
             table(plan={(4,): ()})
-
-
-class TestMonotone:
-    def test_by_hand(self):
-        got = cheapest_wide_enough(np.array([3.0, 5.0, 2.0, 4.0, 9.0, 8.0]))
-        assert got.tolist() == [2, 2, 2, 4, 8, 8]
-
-    def test_what_rises_stays(self):
-        rising = np.array([1.0, 2.0, 2.0, 7.0])
-        np.testing.assert_array_equal(cheapest_wide_enough(rising), rising)
-
-    def test_against_a_loop(self):
-        rng = np.random.default_rng(0)
-        for _ in range(50):
-            cost_R = rng.uniform(1, 9, rng.integers(1, 12))
-            want = [min(cost_R[r:]) for r in range(len(cost_R))]
-            np.testing.assert_array_equal(cheapest_wide_enough(cost_R), want)
 
 
 class TestFingerprint:
