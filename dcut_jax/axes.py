@@ -15,7 +15,7 @@ Names of arrays end in the letters of their dimensions, in order: `logp_BK` is
 | L | positions of a KV cache |
 | E | embedding (hidden size); F feed-forward; V vocabulary; C tapped layers x E |
 | H | query heads; G key/value heads; D head dimension |
-| J | slots of an attention group; O groups beyond a request's first |
+| J | rows of an attention group; O groups beyond a request's first, I = B + O all |
 """
 
 from typing import Literal

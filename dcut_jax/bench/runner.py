@@ -126,9 +126,10 @@ def run_cell(
 ) -> Cell:
     """Decodes at constant concurrency until so many tokens per slot have come.
 
-    Before the first round a few steps run untimed. A request that ends is replaced at once by the next prompt, whose prefill was done
-    before and is in no arm's time. Then a few steps more are run with every phase
-    waited for; they give `phase_ms` and count nowhere else.
+    Before the first round a few steps run untimed. A request that ends is replaced at
+    once by the next prompt, whose prefill was done before and is in no arm's time. In
+    the end a few steps more are run with every phase waited for; they give
+    `phase_ms` and count nowhere else.
     """
     engine, B = arm.engine, arm.engine.config.slots
     engine.reset()

@@ -2,10 +2,10 @@
 
 Kept rows of all requests stand one after another, `[T]`; only they enter the linear
 layers and the LM head. Attention wants the rows of one request together. It gets them
-in groups of `J`: a request's first `J` rows always form group `b` (which reads slot
-`b`'s cache where it lies), the rows beyond fill `O` further groups, whose caches are
-gathered. A request with `n` rows needs `ceil(n / J) - 1` of those, so
-`O = (T - B) // J` is always enough.
+in groups of `J`: the first `J` rows of request `b` always form group `b`, the rows
+beyond fill `O` further groups. A request with `n` rows needs `ceil(n / J) - 1` of
+those, so `O = (T - B) // J` is always enough. Without further groups the caches are
+read where they lie; with them, each group's is gathered.
 """
 
 import math
@@ -15,8 +15,8 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-# A gathered group copies its cache where a request's first group does not. In units of
-# the attention work of one query row.
+# What one more group costs beside its rows, in units of the attention work of a row. An
+# estimate for all machines: it only weighs groupings, each of which is right.
 _GATHER_COST = 6
 
 
@@ -101,33 +101,35 @@ def pack(keep_B: Int[Array, "B"], active_B: Bool[Array, "B"], rows: int) -> Pack
 class Groups:
     """Rows by attention group, and groups by row.
 
+    The first B groups are the requests' own, the further ones follow: I = B + O.
+
     Attributes:
-      row_BJ, row_OJ: row of each place (some row, where the place is empty).
-      offset_OJ: offset of that row in its request.
-      owner_O: request of each further group.
-      place_T: place of each row in the concatenation of both, flattened.
+      row_IJ: row of each place (some row, where the place is empty).
+      offset_IJ: offset of that row in its request.
+      owner_I: request of each group.
+      place_T: place of each row, flattened.
     """
 
-    row_BJ: Int[Array, "B J"]
-    row_OJ: Int[Array, "O J"]
-    offset_OJ: Int[Array, "O J"]
-    owner_O: Int[Array, "O"]
+    row_IJ: Int[Array, "I J"]
+    offset_IJ: Int[Array, "I J"]
+    owner_I: Int[Array, "I"]
     place_T: Int[Array, "T"]
 
 
 def groups(packed: Packed, lay: Layout) -> Groups:
     """Attention groups of a packed step."""
     J, O, B, T = lay.group, lay.overflow, lay.slots, lay.rows
-    slot_J = jnp.arange(J)
-    last = T - 1
     further_B = jnp.maximum(-(-packed.count_B // J) - 1, 0)
     end_B = jnp.cumsum(further_B)
     start_B = end_B - further_B
     group_O = jnp.arange(O)
     owner_O = jnp.sum(group_O[:, None] >= end_B[None, :], axis=1)
     owner_O = jnp.minimum(owner_O, B - 1)
-    index_O = group_O - start_B[owner_O]
-    offset_OJ = (index_O[:, None] + 1) * J + slot_J[None, :]
+    owner_I = jnp.concatenate([jnp.arange(B), owner_O])
+    first_I = jnp.concatenate(
+        [jnp.zeros(B, jnp.int32), (group_O - start_B[owner_O] + 1) * J]
+    )
+    offset_IJ = first_I[:, None] + jnp.arange(J)[None, :]
     beyond_T = packed.offset_T - J
     further_T = start_B[packed.owner_T] + beyond_T // J
     place_T = jnp.where(
@@ -135,13 +137,8 @@ def groups(packed: Packed, lay: Layout) -> Groups:
         packed.owner_T * J + packed.offset_T,
         (B + further_T) * J + beyond_T % J,
     )
-    return Groups(
-        row_BJ=jnp.clip(packed.first_B[:, None] + slot_J[None, :], 0, last),
-        row_OJ=jnp.clip(packed.first_B[owner_O][:, None] + offset_OJ, 0, last),
-        offset_OJ=offset_OJ,
-        owner_O=owner_O,
-        place_T=place_T,
-    )
+    row_IJ = packed.first_B[owner_I][:, None] + offset_IJ
+    return Groups(jnp.clip(row_IJ, 0, T - 1), offset_IJ, owner_I, place_T)
 
 
 def unpack(x_T: Float[Array, "T *rest"], packed: Packed, width: int) -> Array:

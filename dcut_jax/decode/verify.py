@@ -30,33 +30,18 @@ def verify_rows(
     width = lay.width
     group = groups(packed, lay)
     position_T = length_B[packed.owner_T] + packed.offset_T
-    slot_W = jnp.arange(width)
-    first_BJ = jnp.broadcast_to(jnp.arange(lay.group)[None, :], (lay.slots, lay.group))
-    mask_BJW = slot_W[None, None, :] <= first_BJ[:, :, None]
-    mask_OJW = slot_W[None, None, :] <= group.offset_OJ[:, :, None]
+    mask_IJW = jnp.arange(width)[None, None, :] <= group.offset_IJ[:, :, None]
 
     def attend_layer(layer: int, q_THD: Array, k_TGD: Array, v_TGD: Array) -> Array:
-        k_BWGD = unpack(k_TGD, packed, width)
-        v_BWGD = unpack(v_TGD, packed, width)
-        out = attend(
-            q_THD[group.row_BJ],
-            k_BWGD,
-            v_BWGD,
-            mask_BJW,
-            read_slots(kv, layer, length_B),
-        )
-        H, D = out.shape[-2:]
-        flat = out.reshape(-1, H, D)
+        k_BWGD, v_BWGD = unpack(k_TGD, packed, width), unpack(v_TGD, packed, width)
         if lay.overflow:
-            further = attend(
-                q_THD[group.row_OJ],
-                k_BWGD[group.owner_O],
-                v_BWGD[group.owner_O],
-                mask_OJW,
-                read_owners(kv, layer, length_B, group.owner_O),
-            )
-            flat = jnp.concatenate([flat, further.reshape(-1, H, D)])
-        return flat[group.place_T]
+            k_IWGD, v_IWGD = k_BWGD[group.owner_I], v_BWGD[group.owner_I]
+            cached = read_owners(kv, layer, length_B, group.owner_I)
+        else:  # every group is a slot's own, which reads its cache where it lies
+            k_IWGD, v_IWGD = k_BWGD, v_BWGD
+            cached = read_slots(kv, layer, length_B)
+        out_IJHD = attend(q_THD[group.row_IJ], k_IWGD, v_IWGD, mask_IJW, cached)
+        return out_IJHD.reshape(-1, *out_IJHD.shape[2:])[group.place_T]
 
     return dense.forward(params, cfg, token_T, position_T, attend_layer, taps)
 

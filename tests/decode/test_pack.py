@@ -128,10 +128,8 @@ def check_groups(keep_B, active_B, lay):
     got = jax.device_get(jit_groups(packed, lay))
     want = place_rows(keep_B, active_B, lay)
     places = (lay.slots + lay.overflow) * lay.group
-    rows = np.concatenate([got.row_BJ.ravel(), got.row_OJ.ravel()])
-    owner = np.concatenate([np.arange(lay.slots), got.owner_O])
-    first = np.broadcast_to(np.arange(lay.group), (lay.slots, lay.group))
-    offset = np.concatenate([first.ravel(), got.offset_OJ.ravel()])
+    rows, owner, offset = got.row_IJ.ravel(), got.owner_I, got.offset_IJ.ravel()
+    assert owner[: lay.slots].tolist() == list(range(lay.slots))
     assert rows.shape == (places,)
     assert (rows >= 0).all()
     assert (rows < lay.rows).all()
@@ -155,8 +153,8 @@ class TestGroups:
         packed = pack(jnp.asarray([4, 5, 2]), jnp.asarray([True, False, True]), 12)
         got = jax.device_get(groups(packed, lay))
         assert got.place_T[:8].tolist() == [0, 1, 6, 7, 8, 4, 5, 10]
-        assert got.owner_O[:3].tolist() == [0, 0, 2]
-        assert got.offset_OJ[:3].tolist() == [[2, 3], [4, 5], [2, 3]]
+        assert got.owner_I[3:6].tolist() == [0, 0, 2]
+        assert got.offset_IJ[3:6].tolist() == [[2, 3], [4, 5], [2, 3]]
         check_groups([4, 5, 2], [True, False, True], lay)
 
     @pytest.mark.parametrize(
