@@ -121,7 +121,7 @@ CHOICES = {
     3: {"factors": (2.0, 4.0), "widths": (7,)},
     4: {},
 }
-TIERS = {1: (1, 2, 4, 8), 3: (3, 6, 12, 24), 4: (4, 6, 8, 12, 16, 24, 32)}
+TIERS = {1: (1, 2, 4, 8), 3: (3, 6, 12, 24), 4: (4, 6, 8, 12, 16, 32)}
 
 
 def dcut(shapes, invented_table, verify_ms, **choice):

@@ -107,7 +107,7 @@ def test_default_widths_go_as_far_as_the_block():
 
 
 def test_default_tiers():
-    assert unmeasured().tiers(shapes_of(4, 8)) == (4, 6, 8, 12, 16, 24, 32)
+    assert unmeasured().tiers(shapes_of(4, 8)) == (4, 6, 8, 12, 16, 32)
 
 
 @pytest.mark.parametrize("widths", [(0,), (8,), (3, 8)], ids=str)
