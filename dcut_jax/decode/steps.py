@@ -508,8 +508,8 @@ class Compiler:
 
 
 def _compiler_options() -> dict[str, Any]:
-    # XLA:CPU spends most of its compile time in LLVM; level 1 halves that and the
-    # measured step time is the same (docs/lab.md).
+    # On XLA:CPU, level 1 took a sixth off compiling, in one noisy run that could not
+    # tell its step times from the default's (docs/lab.md).
     if jax.default_backend() == "cpu":
         return {"xla_backend_optimization_level": 1}
     return {}

@@ -1,8 +1,6 @@
 """What a step verifies: anchors alone, everything, or what is worth its cost."""
 
 from dataclasses import dataclass
-from typing import Literal
-
 import numpy as np
 
 from dcut_jax.cost.table import CostTable
@@ -23,8 +21,6 @@ PAPER_RATIOS = (0.25, 0.5, 0.75, 1.0)
 class ArPolicy:
     """Plain autoregressive decoding: the drafter never runs."""
 
-    kind: Literal["ar"] = "ar"
-
     def ladder(self, shapes: StepShapes) -> tuple[int, ...]:
         """Draft widths that a step may ask for."""
         return ()
@@ -38,7 +34,6 @@ class FixedPolicy:
     """Always `width` drafts, all of them verified."""
 
     width: int
-    kind: Literal["fixed"] = "fixed"
 
     def ladder(self, shapes: StepShapes) -> tuple[int, ...]:
         """Draft widths that a step may ask for."""
@@ -68,7 +63,6 @@ class DCutPolicy:
     ratios: tuple[float, ...] | None = None
     backend: Backend = "xla"
     probe_every: int = 64
-    kind: Literal["dcut"] = "dcut"
 
     @classmethod
     def published(
