@@ -1,6 +1,7 @@
 """What a step verifies: anchors alone, everything, or what is worth its cost."""
 
 from dataclasses import dataclass
+
 import numpy as np
 
 from dcut_jax.cost.table import CostTable
