@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dcut_jax.config import DrafterConfig, ModelConfig
 from dcut_jax.cut import Objective, Plan, log_survival, plan, top1
 from dcut_jax.decode.accept import accept_greedy
-from dcut_jax.decode.pack import Layout, layout, pack, unpack
+from dcut_jax.decode.pack import Layout, Packed, layout, pack, unpack
 from dcut_jax.decode.state import DecodeState, Outcome, init_state, to_wire
 from dcut_jax.decode.verify import prefill_rows, verify_rows
 from dcut_jax.models import dense, drafter
@@ -60,14 +60,18 @@ class Caches:
 
 @flax.struct.dataclass
 class Fresh:
-    """Keys and values of a step's rows by request, for the commit."""
+    """Keys and values of a step's rows, and which of them the commit writes where.
 
-    target_k: Float[Array, "..."]
-    target_v: Float[Array, "..."]
-    drafter_k: Float[Array, "..."] | None
-    drafter_v: Float[Array, "..."] | None
-    start_B: Int[Array, "B"]
-    count_B: Int[Array, "B"]
+    Each of the two models has its own layers, heads and head dimension.
+    """
+
+    target_k: Float[Array, "Y T G D"]
+    target_v: Float[Array, "Y T G D"]
+    drafter_k: Float[Array, "Y T G D"] | None
+    drafter_v: Float[Array, "Y T G D"] | None
+    slot_T: Int[Array, "T"]
+    position_T: Int[Array, "T"]
+    counted_T: Bool[Array, "T"]
 
 
 @flax.struct.dataclass
@@ -219,14 +223,7 @@ def verify(
     predicted_BW = unpack(predicted_T, packed, lay.width)
     outcome, after = accept_greedy(predicted_BW, token_BK, keep_B, state)
     wire_BX = to_wire(widen(outcome, wire_width))
-    position_T = state.length_B[packed.owner_T] + packed.offset_T
-    return (
-        wire_BX,
-        after,
-        fresh_rows(
-            params, models, rows, position_T, packed, lay.width, state.length_B, outcome
-        ),
-    )
+    return wire_BX, after, fresh_rows(params, models, rows, packed, state, outcome)
 
 
 def widen(outcome: Outcome, width: int) -> Outcome:
@@ -239,33 +236,37 @@ def fresh_rows(
     params: dict[str, Any],
     models: Models,
     rows: dense.Rows,
-    position_T: Array,
-    packed: Any,
-    width: int,
-    start_B: Array,
+    packed: Packed,
+    state: DecodeState,
     outcome: Outcome,
 ) -> Fresh:
-    """Keys and values of a step's rows, by request, for target and drafter."""
+    """What a step leaves for the caches of target and drafter.
 
-    def by_request(x_YTGD: Array) -> Array:
-        return jax.vmap(lambda x: unpack(x, packed, width))(x_YTGD)
-
-    draft_k = draft_v = None
-    if models.drafter:
-        weights = params["drafter"]
-        ctx_TE = drafter.context(weights, models.drafter, rows.taps)
-        draft_k, draft_v = drafter.context_kv(
-            weights, models.drafter, ctx_TE, position_T
-        )
-        draft_k, draft_v = by_request(draft_k), by_request(draft_v)
+    `state` is the one before the step.
+    """
+    owner_T = packed.owner_T
+    position_T = state.length_B[owner_T] + packed.offset_T
+    draft_k, draft_v = draft_context(params, models, rows.taps, position_T)
     return Fresh(
-        target_k=by_request(rows.k),
-        target_v=by_request(rows.v),
+        target_k=rows.k,
+        target_v=rows.v,
         drafter_k=draft_k,
         drafter_v=draft_v,
-        start_B=start_B,
-        count_B=outcome.count_B,
+        slot_T=owner_T,
+        position_T=position_T,
+        counted_T=packed.valid_T & (packed.offset_T < outcome.count_B[owner_T]),
     )
+
+
+def draft_context(
+    params: dict[str, Any], models: Models, taps_TC: Array, position_T: Array
+) -> tuple[Array, Array] | tuple[None, None]:
+    """The drafter's keys and values of target rows; None where there is no drafter."""
+    if models.drafter is None:
+        return None, None
+    weights = params["drafter"]
+    ctx_TE = drafter.context(weights, models.drafter, taps_TC)
+    return drafter.context_kv(weights, models.drafter, ctx_TE, position_T)
 
 
 def commit(caches: Caches, fresh: Fresh) -> Caches:
@@ -274,7 +275,7 @@ def commit(caches: Caches, fresh: Fresh) -> Caches:
     def write(kv: KvCache, k: Array | None, v: Array | None) -> KvCache:
         assert k is not None, "a cache without keys for it"
         assert v is not None, "a cache without values for it"
-        return write_rows(kv, k, v, fresh.start_B, fresh.count_B)
+        return write_rows(kv, k, v, fresh.slot_T, fresh.position_T, fresh.counted_T)
 
     return Caches(
         target=write(caches.target, fresh.target_k, fresh.target_v),
@@ -309,19 +310,19 @@ def prefill(
     last_E = rows.hidden[count - 1]
     token = top1(dense.logits(last_E[None], dense.head_VE(params["target"]))).token[0]
 
-    def write(kv: KvCache, k_YPGD: Array, v_YPGD: Array) -> KvCache:
-        return write_rows(
-            kv, k_YPGD[:, None], v_YPGD[:, None], length[None], count[None]
-        )
-
-    draft_kv = caches.drafter
-    if models.drafter and draft_kv is not None:
-        weights = params["drafter"]
-        ctx_PE = drafter.context(weights, models.drafter, rows.taps)
-        position_P = length + jnp.arange(token_P.shape[0])
-        k, v = drafter.context_kv(weights, models.drafter, ctx_PE, position_P)
-        draft_kv = write(draft_kv, k, v)
-    return Caches(write(caches.target, rows.k, rows.v), draft_kv), token
+    row_P = jnp.arange(token_P.shape[0])
+    position_P = length + row_P
+    draft_k, draft_v = draft_context(params, models, rows.taps, position_P)
+    fresh = Fresh(
+        rows.k,
+        rows.v,
+        draft_k,
+        draft_v,
+        slot_T=jnp.zeros_like(row_P),
+        position_T=position_P,
+        counted_T=row_P < count,
+    )
+    return commit(caches, fresh), token
 
 
 def insert(
@@ -466,18 +467,18 @@ class Compiler:
         args = (self._params, caches.target, state, _ints(B, K), _ints(B))
         return self._get(("verify", shapes, lay), fn, args, ())
 
-    def commit(self, shapes: StepShapes, width: int) -> Executable:
+    def commit(self, shapes: StepShapes, rows: int) -> Executable:
         """`(caches, Fresh) -> caches`; the caches are donated."""
         _, caches = self._shapes(shapes)
-        B = shapes.slots
 
-        def rows(cfg: Any) -> Any:
-            return _floats(cfg.layers, B, width, cfg.kv_heads, cfg.head_dim)
+        def kv_rows(cfg: Any) -> Any:
+            return _floats(cfg.layers, rows, cfg.kv_heads, cfg.head_dim)
 
-        target, cfg = rows(self.models.target), self.models.drafter
-        other = rows(cfg) if cfg else None
-        fresh = Fresh(target, target, other, other, _ints(B), _ints(B))
-        return self._get(("commit", shapes, width), commit, (caches, fresh), 0)
+        target, cfg = kv_rows(self.models.target), self.models.drafter
+        other = kv_rows(cfg) if cfg else None
+        counted = jax.ShapeDtypeStruct((rows,), jnp.bool_)
+        fresh = Fresh(target, target, other, other, _ints(rows), _ints(rows), counted)
+        return self._get(("commit", shapes, rows), commit, (caches, fresh), 0)
 
     def empty(self, shapes: StepShapes) -> Executable:
         """`() -> one-slot caches`, for a prompt."""

@@ -19,9 +19,6 @@ from dcut_jax.engine.requests import Completion, Request
 from dcut_jax.models.cache import CHUNK, capacity
 
 PREFILL_CHUNKS = (32, 128)
-# Positions past the longest text, which a step may address but never keeps. The same
-# with and without a drafter, so that prefilled caches fit both.
-SLACK = 32
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,7 @@ class EngineConfig:
     @property
     def positions(self) -> int:
         """Positions that a slot's caches hold."""
-        return capacity(self.max_length + SLACK)
+        return capacity(self.max_length)
 
 
 @dataclass
@@ -107,8 +104,6 @@ class Engine:
         self.time_phases = time_phases
         self.records: list[StepRecord] = []
         width = models.drafter.max_drafts + 1 if models.drafter else 1
-        if width > SLACK:
-            raise ValueError(f"a block of {width} rows; the caches allow {SLACK}")
         self.shapes = S.StepShapes(
             slots=config.slots,
             positions=config.positions,
@@ -132,8 +127,7 @@ class Engine:
         jobs = [partial(exe.draft, shapes, width) for width in policy.ladder(shapes)]
         jobs += [partial(exe.verify, shapes, lay) for lay in layouts]
         jobs += [partial(exe.prefill, shapes, chunk) for chunk in PREFILL_CHUNKS]
-        widths = sorted({lay.width for lay in layouts})
-        jobs += [partial(exe.commit, shapes, width) for width in widths]
+        jobs += [partial(exe.commit, shapes, n) for n in {lay.rows for lay in layouts}]
         jobs += [partial(f, shapes) for f in (exe.empty, exe.insert, exe.release)]
         if isinstance(policy, DCutPolicy):
             jobs.append(partial(exe.decide, shapes, policy.plan_key(shapes)))
@@ -325,7 +319,7 @@ class Engine:
             self.models.params, self.caches.target, self.state, token_BK, keep_B
         )
         clock.stop("verify", self._wire)
-        self.caches = self.compiler.commit(self.shapes, lay.width)(self.caches, fresh)
+        self.caches = self.compiler.commit(self.shapes, lay.rows)(self.caches, fresh)
         clock.stop("commit", self.caches)
         active = self.running
         self._pending = StepRecord(

@@ -142,7 +142,7 @@ def _steps(
         return lambda: run(params, engine.caches.drafter, state)
 
     def verify_step(lay: Layout) -> Callable[[], object]:
-        run, write = exe.verify(shapes, lay), exe.commit(shapes, lay.width)
+        run, write = exe.verify(shapes, lay), exe.commit(shapes, lay.rows)
         keep_B = _spread(logp_BK, lay)
 
         def step() -> object:

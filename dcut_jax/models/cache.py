@@ -13,7 +13,7 @@ import flax.struct
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dcut_jax.models.attention import CachedContext
 
@@ -88,47 +88,24 @@ def read_slot(
 
 def write_rows(
     kv: KvCache,
-    k_YBWGD: Float[Array, "Y B W G D"],
-    v_YBWGD: Float[Array, "Y B W G D"],
-    start_B: Int[Array, "B"],
-    count_B: Int[Array, "B"],
+    k_YTGD: Float[Array, "Y T G D"],
+    v_YTGD: Float[Array, "Y T G D"],
+    slot_T: Int[Array, "T"],
+    position_T: Int[Array, "T"],
+    counted_T: Bool[Array, "T"],
 ) -> KvCache:
-    """Writes the first `count_B` of `W` rows of each slot at `start_B`.
+    """Writes the counted rows, each to a slot and position of its own.
 
-    Rows past the count leave the cache as it was. The cache must reach to
-    `start_B + W`, counted or not: a write past the end would be moved, not cut.
+    The others leave the cache as it was, wherever they point.
     """
-    Y, B, W, G, D = k_YBWGD.shape
-    k_YBGDW = k_YBWGD.transpose(0, 1, 3, 4, 2).astype(kv.k.dtype)
-    v_YBGWD = v_YBWGD.transpose(0, 1, 3, 2, 4).astype(kv.v.dtype)
-    row_W = jnp.arange(W)
-
-    def put(array: Array, fresh: Array, b: Array, at: Any, counted: Array) -> Array:
-        new = lax.dynamic_slice_in_dim(fresh, b, 1, axis=1)
-        old = lax.dynamic_slice(array, at, new.shape)
-        return lax.dynamic_update_slice(array, jnp.where(counted, new, old), at)
-
-    def one_slot(b: Array, kv: KvCache) -> KvCache:
-        counted_W = row_W < count_B[b]
-        start = start_B[b]
-        return KvCache(
-            k=put(
-                kv.k,
-                k_YBGDW,
-                b,
-                (0, b, 0, 0, start),
-                counted_W[None, None, None, None, :],
-            ),
-            v=put(
-                kv.v,
-                v_YBGWD,
-                b,
-                (0, b, 0, start, 0),
-                counted_W[None, None, None, :, None],
-            ),
-        )
-
-    return lax.fori_loop(0, B, one_slot, kv)
+    beyond = kv.k.shape[-1]
+    at_T = jnp.where(counted_T, position_T, beyond)  # and is dropped there
+    k_TYGD = k_YTGD.swapaxes(0, 1).astype(kv.k.dtype)
+    v_TYGD = v_YTGD.swapaxes(0, 1).astype(kv.v.dtype)
+    return KvCache(
+        k=kv.k.at[:, slot_T, :, :, at_T].set(k_TYGD, mode="drop"),
+        v=kv.v.at[:, slot_T, :, at_T].set(v_TYGD, mode="drop"),
+    )
 
 
 def write_slot(kv: KvCache, one: KvCache, slot: Int[Array, ""]) -> KvCache:

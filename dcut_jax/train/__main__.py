@@ -15,7 +15,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from dcut_jax.cli import bar, positive, run
+from dcut_jax.cli import DTYPES, bar, positive, run
 from dcut_jax.train import collect
 from dcut_jax.train.data import DatasetWriter
 from dcut_jax.train.loop import export, make_trainer, read_config
@@ -29,6 +29,12 @@ def _add_respond_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-length", type=positive, default=384)
     parser.add_argument("--max-new-tokens", type=positive, default=170)
     parser.add_argument("--seed", type=int, default=0, help="order of the prompts")
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        choices=DTYPES,
+        help="the target's while it answers: as it will be served, or faster",
+    )
 
 
 def _add_features_flags(parser: argparse.ArgumentParser) -> None:
@@ -117,14 +123,14 @@ def _features(
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if args.command == "data":
-        target = load_target(args.target, jnp.float32)
+        target = load_target(args.target, args.dtype)
         responses = args.out / "responses.jsonl"
         # Opened first: another dataset is refused before it takes hours of responses.
         with _writer(args, target, args.out) as writer:
             _respond(args, target, responses)
             _features(args, target, responses, writer)
     elif args.command == "respond":
-        _respond(args, load_target(args.target, jnp.float32), args.out)
+        _respond(args, load_target(args.target, args.dtype), args.out)
     elif args.command == "features":
         target = load_target(args.target, jnp.bfloat16)
         with _writer(args, target, args.data) as writer:

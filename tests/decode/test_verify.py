@@ -102,11 +102,17 @@ def filled(models, whole):
     ctx = drafter.context(weights, cfg, whole.taps)
     position = jnp.broadcast_to(jnp.arange(ctx.shape[1]), ctx.shape[:2])
     draft_k, draft_v = drafter.context_kv(weights, cfg, ctx, position)
-    start_B = jnp.zeros(B, jnp.int32)
-    caches = S.commit(
-        jax.tree.map(lambda x: x + 5, caches),
-        S.Fresh(whole.k, whole.v, draft_k, draft_v, start_B, jnp.asarray(LENGTHS)),
+    slot = jnp.broadcast_to(jnp.arange(B)[:, None], position.shape)
+    flat = [
+        x.reshape(x.shape[0], -1, *x.shape[3:])
+        for x in (whole.k, whole.v, draft_k, draft_v)
+    ]
+    place = (
+        slot.ravel(),
+        position.ravel(),
+        position.ravel() < jnp.asarray(LENGTHS)[slot.ravel()],
     )
+    caches = S.commit(jax.tree.map(lambda x: x + 5, caches), S.Fresh(*flat, *place))
     return jax.block_until_ready(caches)
 
 
@@ -173,8 +179,9 @@ def test_each_row_is_what_the_whole_sequence_gives(
 @jax.jit
 def run_prefill(params, kv, token_P, done, count):
     rows = prefill_rows(params, TARGET, kv, token_P, jnp.int32(0), done, TAPS)
-    fresh = rows.k[:, None], rows.v[:, None]
-    return rows, write_rows(kv, *fresh, done[None], count[None])
+    row_P = jnp.arange(token_P.shape[0])
+    place = jnp.zeros_like(row_P), done + row_P, row_P < count
+    return rows, write_rows(kv, rows.k, rows.v, *place)
 
 
 @pytest.mark.parametrize("chunks", [(32, 32, 32, 32, 32), (128, 32)], ids=str)
@@ -256,6 +263,8 @@ def test_a_step_writes_the_committed_rows_and_nothing_else(
     assert count_B[1] == (4 if active_B[1] else 0)
     assert count_B[2] == (3 if active_B[2] else 0)
     np.testing.assert_array_equal(after.length_B, np.array(LENGTHS) + count_B)
+    rows_B = np.where(active_B, keep_B + 1, 0)
+    first_B = np.cumsum(rows_B) - rows_B
     for before, now, k, v in (
         (filled.target, caches.target, fresh.target_k, fresh.target_v),
         (filled.drafter, caches.drafter, fresh.drafter_k, fresh.drafter_v),
@@ -263,7 +272,8 @@ def test_a_step_writes_the_committed_rows_and_nothing_else(
         want_k, want_v = np.array(before.k), np.array(before.v)
         for b, n in enumerate(LENGTHS):
             for row in range(count_B[b]):
-                want_k[:, b, :, :, n + row] = k[:, b, row]
-                want_v[:, b, :, n + row] = v[:, b, row]
+                packed_row = first_B[b] + row
+                want_k[:, b, :, :, n + row] = k[:, packed_row]
+                want_v[:, b, :, n + row] = v[:, packed_row]
         np.testing.assert_array_equal(now.k, want_k)
         np.testing.assert_array_equal(now.v, want_v)

@@ -147,7 +147,7 @@ class TestFingerprint:
         there = fingerprint(pair, wider, "tiny target", "tiny/drafter")
         assert here.differences(there) == [
             "cache_dtype: 'float32', here 'bfloat16'",
-            "positions: 256, here 640",
+            "positions: 256, here 512",
         ]
 
     def test_the_batch_size_is_in_the_cells_instead(self, pair, here):

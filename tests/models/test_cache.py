@@ -42,6 +42,21 @@ def written(kv, k_YBWGD, v_YBWGD, start_B, count_B):
     return KvCache(k, v)
 
 
+@jax.jit
+def write(kv, k_YBWGD, v_YBWGD, start_B, count_B):
+    """The first `count_B` rows of each slot, from `start_B` on."""
+    slot_T, row_T = jnp.repeat(jnp.arange(B), W), jnp.tile(jnp.arange(W), B)
+    flat = (Y, B * W, G, D)
+    return write_rows(
+        kv,
+        k_YBWGD.reshape(flat),
+        v_YBWGD.reshape(flat),
+        slot_T,
+        start_B[slot_T] + row_T,
+        row_T < count_B[slot_T],
+    )
+
+
 @pytest.mark.parametrize(
     "count_B",
     [[0, 0, 0], [4, 4, 4], [1, 0, 3], [0, 4, 0], [0, 0, 2]],
@@ -51,7 +66,7 @@ def written(kv, k_YBWGD, v_YBWGD, start_B, count_B):
 def test_write_rows_writes_the_counted_rows_and_nothing_else(start_B, count_B):
     rng = np.random.default_rng(0)
     kv, k, v = draw(rng), rows(rng), rows(rng)
-    got = jax.jit(write_rows)(kv, k, v, jnp.asarray(start_B), jnp.asarray(count_B))
+    got = write(kv, k, v, jnp.asarray(start_B), jnp.asarray(count_B))
     want = written(kv, k, v, start_B, count_B)
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
@@ -61,7 +76,7 @@ def test_rejected_rows_leave_no_trace_even_when_they_are_not_finite():
     kv, k, v = draw(rng), rows(rng), rows(rng)
     k[:, :, 2:], v[:, :, 2:] = np.nan, np.inf
     start_B = jnp.asarray([3, 60, 124])
-    got = jax.jit(write_rows)(kv, k, v, start_B, jnp.asarray([2, 0, 1]))
+    got = write(kv, k, v, start_B, jnp.asarray([2, 0, 1]))
     assert np.isfinite(got.k).all()
     assert np.isfinite(got.v).all()
 
@@ -70,7 +85,7 @@ def test_rows_are_stored_in_the_dtype_of_the_cache():
     rng = np.random.default_rng(0)
     kv = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), draw(rng))
     k, v = rows(rng), rows(rng)
-    got = jax.jit(write_rows)(kv, k, v, jnp.zeros(B, int), jnp.full(B, W))
+    got = write(kv, k, v, jnp.zeros(B, int), jnp.full(B, W))
     assert got.k.dtype == got.v.dtype == jnp.bfloat16
     stored = got.k[:, :, :, :, :W].transpose(0, 1, 4, 2, 3)
     np.testing.assert_array_equal(stored, jnp.asarray(k, jnp.bfloat16))
@@ -80,7 +95,7 @@ def test_written_rows_are_read_back_where_they_were_put():
     rng = np.random.default_rng(0)
     kv, k, v = draw(rng), rows(rng), rows(rng)
     start_B = jnp.asarray([0, 50, 124])
-    kv = jax.jit(write_rows)(kv, k, v, start_B, jnp.full(B, W))
+    kv = write(kv, k, v, start_B, jnp.full(B, W))
     got_k, got_v = read_slots(kv, 1, start_B).read(jnp.asarray(0))
     for b, at in enumerate(start_B.tolist()):
         np.testing.assert_array_equal(

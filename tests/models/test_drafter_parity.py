@@ -57,7 +57,9 @@ def remember(params, cfg, taps_NSC):
     ctx_NSE = drafter.context(params, cfg, taps_NSC)
     k, v = drafter.context_kv(params, cfg, ctx_NSE, position_NS)
     kv = cache.init_cache(cfg, N, S, params["fc_CE"].dtype)
-    return cache.write_rows(kv, k, v, jnp.zeros(N, jnp.int32), jnp.full(N, S))
+    slot_T, position_T = jnp.repeat(jnp.arange(N), S), position_NS.ravel()
+    flat = [x.reshape(x.shape[0], N * S, *x.shape[3:]) for x in (k, v)]
+    return cache.write_rows(kv, *flat, slot_T, position_T, jnp.ones(N * S, bool))
 
 
 @partial(jax.jit, static_argnames=("cfg", "width"))

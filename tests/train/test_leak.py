@@ -43,7 +43,8 @@ def test_training_computes_what_drafting_computes(setup):
         ctx_SE = drafter.context(params, cfg, blocks.taps_NSC)
         k, v = drafter.context_kv(params, cfg, ctx_SE, jnp.arange(S)[None])
         kv = cache.init_cache(cfg, 1, S, jnp.float32)
-        kv = cache.write_rows(kv, k, v, jnp.array([0]), jnp.array([S]))
+        slot, every = jnp.zeros(S, int), jnp.ones(S, bool)
+        kv = cache.write_rows(kv, k[:, 0], v[:, 0], slot, jnp.arange(S), every)
         kv = jax.tree.map(lambda x: jnp.repeat(x, len(ANCHORS), axis=1), kv)
         anchor_B = blocks.token_NS[0, start_B]
         return drafter.block_forward(params, cfg, embed_VE, anchor_B, start_B, kv, 7)
