@@ -476,7 +476,7 @@ class Compiler:
 
         target, cfg = kv_rows(self.models.target), self.models.drafter
         other = kv_rows(cfg) if cfg else None
-        counted = jax.ShapeDtypeStruct((rows,), jnp.bool_)
+        counted: Any = jax.ShapeDtypeStruct((rows,), jnp.bool_)
         fresh = Fresh(target, target, other, other, _ints(rows), _ints(rows), counted)
         return self._get(("commit", shapes, rows), commit, (caches, fresh), 0)
 
