@@ -9,7 +9,7 @@ from typing import Literal
 from dcut_jax.bench.prompts import load_prompts
 from dcut_jax.cli import add_model_flags, bar, positive, run
 from dcut_jax.cost.table import CostTable
-from dcut_jax.decode.steps import Compiler
+from dcut_jax.decode.compile import Compiler
 from dcut_jax.engine.engine import Engine, EngineConfig
 from dcut_jax.engine.load import Pair, load_pair
 from dcut_jax.engine.policy import ArPolicy, DCutPolicy, FixedPolicy, Policy, unmeasured
@@ -117,7 +117,10 @@ def stored_costs(
                 on_progress=lambda what, done, total: update(done, f"measuring {what}"),
             )
 
-    return cost_table(config, here, directory, measure_missing=measure_now)
+    shapes = config.shapes(pair.models)
+    return cost_table(
+        unmeasured(), shapes, here, directory, measure_missing=measure_now
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

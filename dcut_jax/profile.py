@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dcut_jax.bench.prompts import load_prompts
 from dcut_jax.cli import add_model_flags, bar, positive, positives, run
-from dcut_jax.decode.steps import Compiler
+from dcut_jax.decode.compile import Compiler
 from dcut_jax.engine.engine import EngineConfig
 from dcut_jax.engine.load import load_pair
 from dcut_jax.engine.policy import unmeasured

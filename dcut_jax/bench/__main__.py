@@ -27,7 +27,7 @@ from dcut_jax.bench.runner import (
     run_cell,
 )
 from dcut_jax.cli import add_model_flags, bar, positive, positives, run
-from dcut_jax.decode.steps import Compiler
+from dcut_jax.decode.compile import Compiler
 from dcut_jax.engine.engine import Engine, EngineConfig, Prefilled
 from dcut_jax.engine.load import Pair, load_pair
 from dcut_jax.engine.policy import WIDTHS, ArPolicy, DCutPolicy, unmeasured
@@ -191,7 +191,8 @@ def build(
             compiled = compilers[True].seconds
             start = time.perf_counter()
             table = cost_table(
-                config,
+                unmeasured(),
+                config.shapes(pair.models),
                 here,
                 cost_dir,
                 measure_missing=lambda: profile(

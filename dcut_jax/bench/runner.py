@@ -37,7 +37,7 @@ def policy_of(arm: str, costs: Callable[[], DCutPolicy], most: int) -> Policy:
             return FixedPolicy(width)
         raise ValueError(f"arm {arm!r}: this drafter's block holds 1 to {most} drafts")
     if arm == PUBLISHED:
-        return DCutPolicy.published(costs().table, most)
+        return DCutPolicy.published(costs().table)
     if arm == DCUT:
         return costs()
     raise ValueError(
@@ -172,10 +172,10 @@ def run_cell(
 
     engine.time_phases = True
     first = len(engine.records)
-    for _ in range(PHASE_STEPS):
+    while len(engine.records) < first + PHASE_STEPS:
         refill()
         engine.step()
-    engine.flush()
+        engine.flush()  # a record is there once its step has been read
     phases = engine.records[first:]
     engine.time_phases = False
     for prompt, completion in running:

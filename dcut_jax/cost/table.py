@@ -133,10 +133,6 @@ class CostTable:
             raise CostError(f"no plan time for {slots} slots; {HOW_TO_MEASURE}")
         return found
 
-    def covers(self, slots: int) -> bool:
-        """Whether a batch size was profiled."""
-        return (slots,) in self.plan
-
     def merged(self, other: "CostTable") -> "CostTable":
         """Both tables' cells; `other` wins where both have one."""
         other.require(self.fingerprint)

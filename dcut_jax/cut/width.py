@@ -34,13 +34,30 @@ class _Ratio:
 
 
 @dataclass
+class _Mean:
+    """A running mean that forgets; of few values it is their plain mean."""
+
+    total: float = 0.0
+    weight: float = 0.0
+
+    def add(self, value: float) -> None:
+        self.total = self.total * (1 - _RATE) + value
+        self.weight = self.weight * (1 - _RATE) + 1
+
+    def value(self) -> float:
+        return self.total / self.weight if self.weight else 0.0
+
+
+@dataclass
 class WidthChooser:
     """Picks the draft width with the best expected tokens per ms.
 
     A step of width `w` shows what the plan would have been worth at every width up to
-    `w` (its utility, tokens per ms). Confidences are not acceptance rates, so each
-    width's predictions are scaled by what steps of that width really committed, shrunk
-    to all widths' scale. Nothing of the current step's drafts enters its own width.
+    `w` (its utility, tokens per ms). Widths are compared within a step, as ratios to
+    the narrowest one's utility: how easy the texts happened to be then cancels.
+    Confidences are not acceptance rates, so each width's predictions are scaled by what
+    steps of that width really committed, shrunk to all widths' scale. Nothing of the
+    current step's drafts enters its own width.
 
     Attributes:
       widths: the ladder, rising.
@@ -51,7 +68,7 @@ class WidthChooser:
 
     widths: tuple[int, ...]
     probe_every: int = 32
-    _utility: dict[int, float] = field(default_factory=dict)
+    _relative: dict[int, _Mean] = field(default_factory=dict)
     _own: dict[int, _Ratio] = field(default_factory=dict)
     _pooled: _Ratio = field(default_factory=_Ratio)
     _ran: dict[int, int] = field(default_factory=dict)
@@ -80,10 +97,13 @@ class WidthChooser:
         return width
 
     def expected(self, width: int) -> float:
-        """Expected tokens per ms at `width`; 0 before anything is known of it."""
+        """Expected tokens per ms, relative to what the narrowest width promises.
+
+        0 before anything is known of the width.
+        """
         pooled = self._pooled.value(prior=1.0)
         own = self._own.get(width, _Ratio())
-        return self._utility.get(width, 0.0) * own.value(prior=pooled)
+        return self._relative.get(width, _Mean()).value() * own.value(prior=pooled)
 
     def observe(
         self,
@@ -97,11 +117,12 @@ class WidthChooser:
         Args:
           width: the width it ran.
           utilities: predicted tokens per ms of its best plan at each width up to
-            `width`.
+            `width`, the narrowest included.
           predicted, committed: tokens of the plan that ran, expected and real.
         """
-        for w, utility in utilities.items():
-            old = self._utility.get(w, utility)
-            self._utility[w] = old + _RATE * (utility - old)
+        narrowest = utilities[self.widths[0]]
+        if narrowest > 0:
+            for w, utility in utilities.items():
+                self._relative.setdefault(w, _Mean()).add(utility / narrowest)
         self._own.setdefault(width, _Ratio()).add(committed, predicted)
         self._pooled.add(committed, predicted)

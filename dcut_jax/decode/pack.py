@@ -15,9 +15,10 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-# What one more group costs beside its rows, in units of the attention work of a row. An
-# estimate for all machines: it only weighs groupings, each of which is right.
-_GATHER_COST = 6
+# What gathering a group's cache costs, in units of the attention work of a row; with
+# further groups all of them are gathered. Measured on a CPU (docs/lab.md); elsewhere an
+# estimate. It only weighs groupings, each of which is right.
+_GATHER_COST = 2.5
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,10 @@ def layout(slots: int, rows: int, width: int) -> Layout:
     def overflow(group: int) -> int:
         return 0 if group >= width else (rows - slots) // group
 
-    def cost(group: int) -> int:
-        return slots * group + overflow(group) * (group + _GATHER_COST)
+    def cost(group: int) -> float:
+        count = slots + overflow(group)
+        gathered = count if overflow(group) else 0
+        return count * group + gathered * _GATHER_COST
 
     group = min(range(1, width + 1), key=cost)
     return Layout(slots, rows, width, group, overflow(group))

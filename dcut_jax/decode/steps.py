@@ -1,20 +1,12 @@
-"""Every `jax.jit` of decoding, compiled ahead of time.
+"""One decode step in pieces, as pure functions of static shapes.
 
-`Compiler` turns shapes into executables; calling one with another shape raises
-instead of recompiling. Reading the cache and writing it are separate executables:
-inside one program XLA would copy the whole cache to keep the two apart.
+`decode.compile` makes executables of them.
 """
 
-import os
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import flax.struct
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -24,13 +16,11 @@ from dcut_jax.config import DrafterConfig, ModelConfig
 from dcut_jax.cut import Objective, Plan, log_survival, plan, top1
 from dcut_jax.decode.accept import accept_greedy
 from dcut_jax.decode.pack import Layout, Packed, layout, pack, unpack
-from dcut_jax.decode.state import DecodeState, Outcome, init_state, to_wire
+from dcut_jax.decode.state import DecodeState, Outcome, to_wire
 from dcut_jax.decode.verify import prefill_rows, verify_rows
 from dcut_jax.models import dense, drafter
 from dcut_jax.models.cache import KvCache, init_cache, write_rows, write_slot
 from pallas_kernels import Backend
-
-Executable = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -388,144 +378,6 @@ class PlanKey:
     objective: Objective
     ratios: tuple[float, ...] | None
     backend: Backend
-
-
-class Compiler:
-    """Compiles steps ahead of time and keeps them; nothing else in decoding compiles.
-
-    Engines of the same models may share one.
-
-    Attributes:
-      count: executables compiled so far.
-      seconds: time spent in `prepare`.
-    """
-
-    def __init__(self, models: Models, cache_dtype: Any) -> None:
-        self.models = models
-        self.cache_dtype = jnp.dtype(cache_dtype)
-        self.count = 0
-        self.seconds = 0.0
-        self._kept: dict[Any, Executable] = {}
-        self._params = jax.tree.map(_struct, models.params)
-
-    def prepare(self, jobs: Sequence[Callable[[], Executable]]) -> None:
-        """Runs compilations side by side: XLA uses little more than one core for one.
-
-        Each job is a call of one of the methods below; no two may be the same.
-        """
-        start = time.perf_counter()
-        with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
-            for done in [pool.submit(job) for job in jobs]:
-                done.result()
-        self.seconds += time.perf_counter() - start
-
-    def _get(self, key: Any, fn: Callable[..., Any], args: Any, donate: Any) -> Any:
-        if key not in self._kept:
-            lowered = jax.jit(fn, donate_argnums=donate).lower(*args)
-            self._kept[key] = lowered.compile(compiler_options=_compiler_options())
-            self.count += 1
-        return self._kept[key]
-
-    def _shapes(self, shapes: StepShapes) -> tuple[DecodeState, Caches]:
-        return jax.eval_shape(
-            lambda: (
-                init_state(shapes.slots, shapes.stops),
-                init_caches(
-                    self.models, shapes.slots, shapes.positions, self.cache_dtype
-                ),
-            )
-        )
-
-    def draft(self, shapes: StepShapes, width: int) -> Executable:
-        """`(params, drafter cache, state) -> Proposal`."""
-        state, caches = self._shapes(shapes)
-        fn = partial(draft, models=self.models, width=width, columns=shapes.width - 1)
-        args = (self._params, caches.drafter, state)
-        return self._get(("draft", shapes, width), fn, args, ())
-
-    def decide(self, shapes: StepShapes, key: PlanKey) -> Executable:
-        """`(proposal, state, cost_ms_MR, width index, wire) -> (Plan, read-back)`."""
-        state, _ = self._shapes(shapes)
-        B, K = shapes.slots, shapes.width - 1
-        fn = partial(decide, key=key)
-        args = (
-            Proposal(_ints(B, K), _floats(B, K)),
-            state,
-            _floats(len(key.widths), len(key.rows_R)),
-            _ints(),
-            _ints(B, shapes.wire_columns),
-        )
-        return self._get(("decide", shapes, key), fn, args, ())
-
-    def verify(self, shapes: StepShapes, lay: Layout) -> Executable:
-        """`(params, target cache, state, token_BK, keep_B) -> (wire, state, Fresh)`."""
-        state, caches = self._shapes(shapes)
-        fn = partial(
-            verify, models=self.models, lay=lay, wire_width=shapes.wire_columns - 3
-        )
-        B, K = shapes.slots, shapes.width - 1
-        args = (self._params, caches.target, state, _ints(B, K), _ints(B))
-        return self._get(("verify", shapes, lay), fn, args, ())
-
-    def commit(self, shapes: StepShapes, rows: int) -> Executable:
-        """`(caches, Fresh) -> caches`; the caches are donated."""
-        _, caches = self._shapes(shapes)
-
-        def kv_rows(cfg: Any) -> Any:
-            return _floats(cfg.layers, rows, cfg.kv_heads, cfg.head_dim)
-
-        target, cfg = kv_rows(self.models.target), self.models.drafter
-        other = kv_rows(cfg) if cfg else None
-        counted: Any = jax.ShapeDtypeStruct((rows,), jnp.bool_)
-        fresh = Fresh(target, target, other, other, _ints(rows), _ints(rows), counted)
-        return self._get(("commit", shapes, rows), commit, (caches, fresh), 0)
-
-    def empty(self, shapes: StepShapes) -> Executable:
-        """`() -> one-slot caches`, for a prompt."""
-        one = replace(shapes, slots=1)
-        fn = partial(init_caches, self.models, 1, shapes.positions, self.cache_dtype)
-        return self._get(("empty", one), fn, (), ())
-
-    def prefill(self, shapes: StepShapes, chunk: int) -> Executable:
-        """`(params, one-slot caches, token_P, length, count) -> (caches, token)`."""
-        one = replace(shapes, slots=1)
-        _, caches = self._shapes(one)
-        fn = partial(prefill, models=self.models)
-        args = (self._params, caches, _ints(chunk), _ints(), _ints())
-        return self._get(("prefill", one, chunk), fn, args, 1)
-
-    def insert(self, shapes: StepShapes) -> Executable:
-        """See `insert`; the caches are donated."""
-        state, caches = self._shapes(shapes)
-        _, one = self._shapes(replace(shapes, slots=1))
-        scalars = [_ints()] * 4
-        args = (state, caches, one, *scalars, _ints(state.stop_BZ.shape[1]))
-        return self._get(("insert", shapes), insert, args, 1)
-
-    def release(self, shapes: StepShapes) -> Executable:
-        """See `release`."""
-        state, _ = self._shapes(shapes)
-        return self._get(("release", shapes), release, (state, _ints()), ())
-
-
-def _compiler_options() -> dict[str, Any]:
-    # On XLA:CPU, level 1 took a sixth off compiling, in one noisy run that could not
-    # tell its step times from the default's (docs/lab.md).
-    if jax.default_backend() == "cpu":
-        return {"xla_backend_optimization_level": 1}
-    return {}
-
-
-def _struct(x: Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-
-def _ints(*shape: int) -> Any:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-
-def _floats(*shape: int) -> Any:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def anchors_only(shapes: StepShapes) -> Layout:

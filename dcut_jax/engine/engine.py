@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dcut_jax.decode import steps as S
+from dcut_jax.decode.compile import Compiler
 from dcut_jax.decode.pack import Layout
 from dcut_jax.decode.state import NO_STOP, from_wire, init_state
 from dcut_jax.engine.policy import ArPolicy, DCutPolicy, FixedPolicy, Policy
@@ -49,6 +50,15 @@ class EngineConfig:
     def positions(self) -> int:
         """Positions that a slot's caches hold."""
         return capacity(self.max_length)
+
+    def shapes(self, models: S.Models) -> S.StepShapes:
+        """Shapes of a step of these models."""
+        return S.StepShapes(
+            slots=self.slots,
+            positions=self.positions,
+            width=models.drafter.max_drafts + 1 if models.drafter else 1,
+            stops=self.max_stops,
+        )
 
 
 @dataclass
@@ -93,7 +103,7 @@ class Engine:
         config: EngineConfig,
         policy: Policy,
         *,
-        compiler: S.Compiler | None = None,
+        compiler: Compiler | None = None,
         time_phases: bool = False,
     ) -> None:
         if not isinstance(policy, ArPolicy) and models.drafter is None:
@@ -103,14 +113,14 @@ class Engine:
         self.policy = policy
         self.time_phases = time_phases
         self.records: list[StepRecord] = []
-        width = models.drafter.max_drafts + 1 if models.drafter else 1
-        self.shapes = S.StepShapes(
-            slots=config.slots,
-            positions=config.positions,
-            width=width,
-            stops=config.max_stops,
-        )
-        self.compiler = compiler or S.Compiler(models, config.cache_dtype)
+        self.shapes = config.shapes(models)
+        if config.max_length > models.target.max_position:
+            raise ValueError(
+                f"max_length {config.max_length} is beyond the {models.target.max_position} positions "
+                f"that the target was made for; shorten prompts or outputs"
+            )
+        self.compiler = compiler or Compiler(models, config.cache_dtype)
+        self.compiler.require(models, config.cache_dtype)
         if isinstance(policy, DCutPolicy):
             policy.cost_ms(self.shapes, 0.0)  # raises for a cost that is missing
             self.chooser = policy.chooser(self.shapes)
@@ -211,6 +221,10 @@ class Engine:
         if request.max_new_tokens == 1:
             completion.finish = "length"
             return completion
+        if self.running == self.config.slots:
+            raise ValueError(
+                f"all {self.config.slots} slots are in use; step until one is free"
+            )
         slot = self._slots.index(None)
         self.place(slot, ready, room=request.max_new_tokens - 1)
         self._slots[slot] = _Slot(request, completion)
@@ -233,12 +247,23 @@ class Engine:
         )
 
     def cancel(self, completion: Completion) -> None:
-        """Frees the slot of a running request; its tokens so far stay."""
+        """Frees the slot of a running request; its tokens so far stay.
+
+        One that has finished, perhaps in the last step, is left as it is.
+
+        Raises:
+          ValueError: it runs, but not here.
+        """
         self.flush()  # or its last tokens would go to the slot's next request
-        for i, slot in enumerate(self._slots):
-            if slot is not None and slot.completion is completion:
-                self.state = self.compiler.release(self.shapes)(self.state, np.int32(i))
-                self._slots[i] = None
+        if completion.finish != "running":
+            return
+        slots = enumerate(self._slots)
+        at = next((i for i, s in slots if s and s.completion is completion), None)
+        if at is None:
+            raise ValueError("expected a completion of this engine; it holds no such")
+        self.state = self.compiler.release(self.shapes)(self.state, np.int32(at))
+        self._slots[at] = None
+        completion.finish = "cancelled"
 
     # -- one step ----------------------------------------------------------------
 

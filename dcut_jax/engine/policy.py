@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dcut_jax.cost.table import CostTable
+from dcut_jax.cost.table import CostError, CostTable
 from dcut_jax.cut import Objective
 from dcut_jax.cut.width import WidthChooser
 from dcut_jax.decode.pack import Layout, layout, tier_rows
@@ -15,6 +15,9 @@ from pallas_kernels import Backend
 # 3, 7 and 15 drafts and the quarters of a block of 16.
 TIER_FACTORS = (1.0, 1.5, 2.0, 3.0, 4.0, 8.0, 12.0, 16.0)
 WIDTHS = (3, 7, 15)
+# A step of a width is offered these tiers from this share of its block upwards, beside
+# the anchors alone: who would keep less had better draft fewer.
+LEAST_SHARE = 0.25
 PAPER_RATIOS = (0.25, 0.5, 0.75, 1.0)
 
 
@@ -66,21 +69,22 @@ class DCutPolicy:
     probe_every: int = 64
 
     @classmethod
-    def published(
-        cls, table: CostTable, block_drafts: int, backend: Backend = "xla"
-    ) -> "DCutPolicy":
+    def published(cls, table: CostTable, backend: Backend = "xla") -> "DCutPolicy":
         """The paper's policy: full blocks, four ratios, anchors not counted."""
-        return cls(
-            table=table,
-            widths=(block_drafts,),
-            objective="paper",
-            ratios=PAPER_RATIOS,
-            backend=backend,
-        )
+        return cls(table=table, objective="paper", ratios=PAPER_RATIOS, backend=backend)
+
+    def __post_init__(self) -> None:
+        if self.ratios is not None and (self.widths or self.factors):
+            raise ValueError(
+                f"ratios are shares of a full block and leave no choice of widths or "
+                f"tiers; found widths {self.widths} and factors {self.factors}"
+            )
 
     def ladder(self, shapes: StepShapes) -> tuple[int, ...]:
         """Draft widths, as far as this drafter's block goes."""
         most = shapes.width - 1
+        if self.ratios is not None:
+            return (most,)
         if self.widths is None:
             return tuple(sorted({min(w, most) for w in WIDTHS}))
         beyond = [w for w in self.widths if not 1 <= w <= most]
@@ -106,6 +110,15 @@ class DCutPolicy:
             factors = tuple(f for f in TIER_FACTORS if f <= W)
         return tier_rows(B, W, (*factors, *(w + 1 for w in self.ladder(shapes))))
 
+    def offered(self, shapes: StepShapes, width: int) -> tuple[int, ...]:
+        """Rows of the tiers that a step of `width` drafts can take."""
+        tiers, B = self.tiers(shapes), shapes.slots
+        if self.ratios is not None:
+            return tiers
+        full = B * (width + 1)
+        least = 0.0 if self.factors is not None else LEAST_SHARE * full
+        return tuple(r for r in tiers if r == B or least <= r <= full)
+
     def plan_key(self, shapes: StepShapes) -> PlanKey:
         return PlanKey(
             rows_R=self.tiers(shapes),
@@ -117,39 +130,50 @@ class DCutPolicy:
 
     def layout(self, shapes: StepShapes, width: int, rows: int) -> Layout:
         """The executable of a tier: the plain fixed-width one where all is verified."""
-        if rows == shapes.slots * (width + 1):
-            return everything(shapes, width)
-        return layout(shapes.slots, rows, shapes.width)
+        return layout(shapes.slots, rows, width + 1)
 
     def layouts(self, shapes: StepShapes) -> list[Layout]:
         """Every executable that a plan can ask for."""
         wanted = {
             self.layout(shapes, width, rows)
             for width in self.ladder(shapes)
-            for rows in self.tiers(shapes)
-            if rows <= shapes.slots * (width + 1)
+            for rows in self.offered(shapes, width)
         }
         return sorted(wanted, key=lambda lay: (lay.rows, lay.width))
 
     def cost_ms(self, shapes: StepShapes, context: float) -> np.ndarray:
         """Step time by draft width and tier, `[widths, R]` float32, ms.
 
-        A tier beyond a width's full block is never needed at that width; it costs what
-        the full block does, and loses the tie. A tier that costs more than a wider one
-        loses to it, since the wider one can only gain more.
+        Infinite where a width is not offered a tier, which no plan then takes. A tier
+        that costs more than a wider one loses to it: the wider one can only gain more.
+
+        Raises:
+          CostError: for a cost that was not measured.
         """
         B = shapes.slots
         fixed = self.table.plan_ms(B)
-        rows = []
+        cost_ms = []
         for width in self.ladder(shapes):
-            full = B * (width + 1)
-            lays = [
-                self.layout(shapes, width, min(r, full)) for r in self.tiers(shapes)
-            ]
-            verify = [self.table.verify_ms(B, x.rows, x.width, context) for x in lays]
             draft = self.table.draft_ms(B, width, context)
-            rows.append(np.array(verify) + draft + fixed)
-        return np.array(rows, np.float32)
+            offered = self.offered(shapes, width)
+            row = []
+            for rows in self.tiers(shapes):
+                if rows in offered:
+                    lay = self.layout(shapes, width, rows)
+                    verify = self.table.verify_ms(B, lay.rows, lay.width, context)
+                    row.append(verify + draft + fixed)
+                else:
+                    row.append(np.inf)
+            cost_ms.append(row)
+        return np.array(cost_ms, np.float32)
+
+    def covered(self, shapes: StepShapes) -> bool:
+        """Whether the table holds every cost that this policy asks for."""
+        try:
+            self.cost_ms(shapes, 0.0)
+        except CostError:
+            return False
+        return True
 
     def chooser(self, shapes: StepShapes) -> WidthChooser:
         return WidthChooser(self.ladder(shapes), self.probe_every)

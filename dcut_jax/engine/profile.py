@@ -1,8 +1,11 @@
 """Measuring the cost table of an engine's steps, with real tokens in the caches."""
 
+import hashlib
+import json
 import os
 import platform
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import numpy as np
 from dcut_jax.cost.measure import measure
 from dcut_jax.cost.table import CostError, CostTable, Fingerprint
 from dcut_jax.decode import steps as S
+from dcut_jax.decode.compile import Compiler
 from dcut_jax.decode.pack import Layout
 from dcut_jax.engine.engine import Engine, EngineConfig
 from dcut_jax.engine.policy import ArPolicy, DCutPolicy
@@ -56,17 +60,10 @@ def cpu_model() -> str:
 
 
 def table_path(directory: Path, here: Fingerprint) -> Path:
-    """File of the table for `here`: one per device, target, drafter and dtypes."""
-    parts = (
-        here.device_kind,
-        here.target,
-        here.drafter or "none",
-        here.dtype,
-        here.draft_dtype or "none",
-        str(here.positions),
-    )
-    name = "-".join(p.replace(" ", "_").replace("/", "_") for p in parts)
-    return directory / f"{name}.json"
+    """File of the table for `here`; another fingerprint has another file."""
+    digest = hashlib.sha256(json.dumps(asdict(here), sort_keys=True).encode())
+    name = f"{here.device_kind}-{here.target}-{digest.hexdigest()[:12]}.json"
+    return directory / name.replace(" ", "_").replace("/", "_")
 
 
 def default_directory() -> Path:
@@ -91,7 +88,7 @@ def profile(
     here: Fingerprint,
     prompt: Sequence[int],
     *,
-    compiler: S.Compiler | None = None,
+    compiler: Compiler | None = None,
     rounds: int = ROUNDS,
     on_progress: Callable[[str, int, int], None] | None = None,
 ) -> CostTable:
@@ -192,16 +189,17 @@ def _spread(logp_BK: np.ndarray, lay: Layout) -> np.ndarray:
 
 
 def cost_table(
-    config: EngineConfig,
+    policy_shape: DCutPolicy,
+    shapes: S.StepShapes,
     here: Fingerprint,
     directory: Path,
     *,
     measure_missing: Callable[[], CostTable] | None,
 ) -> CostTable:
-    """The stored table for `here`, with this batch size in it.
+    """The stored table for `here`, with all that a policy needs at this batch size.
 
     Args:
-      measure_missing: measures this batch size where the store has none; None refuses.
+      measure_missing: measures this batch size where the store lacks it; None refuses.
 
     Raises:
       CostError: the stored table is another machine's, or there is none and measuring
@@ -209,12 +207,12 @@ def cost_table(
     """
     path = table_path(directory, here)
     stored = CostTable.load(path).require(here) if path.exists() else None
-    if stored is not None and stored.covers(config.slots):
+    if stored and replace(policy_shape, table=stored).covered(shapes):
         return stored
     if measure_missing is None:
         raise CostError(
-            f"expected a cost table with batch size {config.slots} at {path}, found "
-            f"{'none for that size' if stored else 'no file'}; measure one with "
+            f"expected a cost table with batch size {shapes.slots} at {path}, found "
+            f"{'not all its costs' if stored else 'no file'}; measure one with "
             f"`python -m dcut_jax.profile`"
         )
     fresh = measure_missing()

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-FinishReason = Literal["stop", "length", "running"]
+FinishReason = Literal["stop", "length", "cancelled", "running"]
 
 
 @dataclass(frozen=True)

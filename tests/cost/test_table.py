@@ -90,10 +90,6 @@ class TestCosts:
         with pytest.raises(CostError, match=PROFILE):
             CostTable.empty().plan_ms(1)
 
-    def test_covers(self):
-        assert table().covers(4)
-        assert not table().covers(8)
-
     @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 0.0, -1.0])
     @pytest.mark.parametrize(
         ("kind", "cell"),
@@ -149,8 +145,8 @@ class TestMerge:
         assert got.draft_ms(4, 7, 128) == 8
         assert got.draft_ms(4, 7, 256) == 3
         assert got.verify == table().verify
-        assert got.covers(4)
-        assert got.covers(8)
+        assert got.plan_ms(4) == table().plan_ms(4)
+        assert got.plan_ms(8) == 1.0
 
     def test_a_table_of_another_place_is_refused(self):
         there = dataclasses.replace(HERE, positions=512)

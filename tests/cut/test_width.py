@@ -71,16 +71,27 @@ def test_a_scale_that_all_widths_share_changes_no_choice():
     assert honest == boastful
 
 
-def test_expectations_are_in_committed_tokens_per_ms():
-    chooser = WidthChooser((7,))
-    run(chooser, 200, {7: 2.0}, honesty={7: 0.25})
-    assert chooser.expected(7) == pytest.approx(0.5, rel=0.01)
+def test_expectations_are_relative_to_the_narrowest_width():
+    chooser = WidthChooser((3, 7))
+    run(chooser, 400, {3: 4.0, 7: 2.0}, honesty={3: 0.5, 7: 0.5})
+    assert chooser.expected(3) == pytest.approx(0.5, rel=0.01)
+    assert chooser.expected(7) == pytest.approx(0.25, rel=0.01)
+
+
+def test_how_easy_the_texts_are_changes_no_choice():
+    """Only the narrow width is seen while the texts are hard."""
+    chooser = WidthChooser((3, 7), 1000)
+    for _ in range(20):
+        chooser.observe(7, {3: 3.0, 7: 2.5}, predicted=4.0, committed=4.0)
+    for _ in range(20):
+        chooser.observe(3, {3: 1.0}, predicted=2.0, committed=2.0)
+    assert chooser.expected(7) < chooser.expected(3)
 
 
 def test_little_evidence_is_not_believed_at_once():
     chooser = WidthChooser((7,))
     run(chooser, 1, {7: 2.0}, honesty={7: 0.0})
-    assert 1.5 < chooser.expected(7) < 2.0
+    assert 0.75 < chooser.expected(7) < 1.0
 
 
 @pytest.mark.parametrize("probe_every", [5, 32])
@@ -106,9 +117,9 @@ def test_widths_beyond_the_one_that_ran_keep_their_expectation():
     chooser = WidthChooser(WIDTHS)
     run(chooser, 3, dict.fromkeys(WIDTHS, 1.0))
     before = chooser.expected(15)
-    chooser.observe(3, {3: 9.0}, predicted=4.0, committed=4.0)
+    chooser.observe(7, {3: 1.0, 7: 9.0}, predicted=4.0, committed=4.0)
     assert chooser.expected(15) == before
-    assert chooser.expected(3) > before
+    assert chooser.expected(7) > before
 
 
 def test_nothing_is_expected_of_a_width_that_was_never_seen():

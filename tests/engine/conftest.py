@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from dcut_jax.cost.table import CostTable
-from dcut_jax.decode.steps import Compiler, Models
+from dcut_jax.decode.compile import Compiler
+from dcut_jax.decode.steps import Models
 from dcut_jax.models.dense import head_VE
 from dcut_jax.weights.dflash import load_drafter
 from dcut_jax.weights.hf import load_hf

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from dcut_jax.cost.table import CostError
-from dcut_jax.decode.steps import Compiler, Models
+from dcut_jax.decode.compile import Compiler
+from dcut_jax.decode.steps import Models
 from dcut_jax.engine import engine as engine_module
 from dcut_jax.engine.engine import Engine, EngineConfig
 from dcut_jax.engine.policy import ArPolicy, DCutPolicy, FixedPolicy, unmeasured
-from dcut_jax.engine.requests import Request
+from dcut_jax.engine.requests import Completion, Request
 from dcut_jax.models.dense import forward_sequences, head_VE, logits
 
 # Caches of 256 positions, of which a request may use all but the engine's slack.
@@ -160,7 +161,9 @@ class TestText:
         engine = build(policy, slots)
         got = engine.generate(requests)
         assert texts(got) == [expected(r, greedy) for r in requests]
-        ran = Counter(r.rows for r in engine.records if r.width == 7)
+        ran = Counter(
+            r.rows for r in engine.records if rows in policy.offered(shapes, r.width)
+        )
         assert ran.most_common(1)[0][0] == rows
         for record in engine.records:
             assert record.active + record.kept <= record.rows
@@ -180,7 +183,7 @@ class TestText:
         self, build, shapes_of, invented_table, requests, greedy, rows
     ):
         shapes = shapes_of(4)
-        policy = DCutPolicy.published(None, 7)
+        policy = DCutPolicy.published(None)
         table = invented_table(
             policy, shapes, lambda lay: 0.1 if lay.rows == rows else 1e3
         )
@@ -482,6 +485,7 @@ class TestCancel:
         engine.step()
         engine.cancel(running[1])
         part = running[1].tokens.copy()
+        assert running[1].finish == "cancelled"
         assert engine.running == 2
         assert part == greedy[prompts[1]][: len(part)]
         assert 1 < len(part) < 45
@@ -500,6 +504,35 @@ class TestCancel:
         assert engine.running == 1
         assert done.finish == "length"
         assert running.finish == "running"
+
+    def test_one_of_nowhere_is_an_error(self, engine):
+        engine.reset()
+        with pytest.raises(ValueError, match="a completion of this engine"):
+            engine.cancel(Completion([1]))
+
+
+class TestRefusals:
+    def test_a_request_more_than_there_are_slots(self, build, prompts):
+        engine = build(ArPolicy(), 1)
+        engine.reset()
+        ready = engine.prefill(Request(prompts[0], 9))
+        engine.admit(ready)
+        with pytest.raises(ValueError, match="all 1 slots are in use"):
+            engine.admit(ready)
+
+    def test_texts_beyond_what_the_target_was_made_for(self, pair):
+        most = pair.target.max_position
+        with pytest.raises(ValueError, match=f"beyond the {most} positions"):
+            Engine(pair, EngineConfig(1, most + 1), ArPolicy())
+
+    @pytest.mark.parametrize("other", ["models", "cache_dtype"])
+    def test_a_compiler_of_something_else(self, pair, compiler, other):
+        models, config = pair, EngineConfig(1, 64, cache_dtype="bfloat16")
+        if other == "models":
+            models = Models(pair.target, None, {"target": pair.params["target"]})
+            config = EngineConfig(1, 64)
+        with pytest.raises(ValueError, match="one Compiler per pair"):
+            Engine(models, config, ArPolicy(), compiler=compiler)
 
 
 class TestFinish:

@@ -75,20 +75,23 @@ class TestDCut:
             full = everything(shapes, drafts)
             assert full.rows in tiers
             assert policy.layout(shapes, drafts, full.rows) == full
-            for rows in tiers:
-                if rows <= full.rows:
-                    assert policy.layout(shapes, drafts, rows) in lays
+            offered = policy.offered(shapes, drafts)
+            assert {slots, full.rows} <= set(offered) <= set(tiers)
+            for rows in offered:
+                assert policy.layout(shapes, drafts, rows) in lays
 
-    def test_a_tier_beyond_a_full_block_costs_what_the_block_costs(
+    def test_a_tier_that_a_width_is_not_offered_is_never_worth_it(
         self, slots, width, choice
     ):
         policy = DCutPolicy(Recorder(lambda rows, width: float(rows)), **choice)
         shapes = shapes_of(slots, width)
         cost_ms = policy.cost_ms(shapes, 128.0)
         assert cost_ms.dtype == np.float32
+        rows_R = np.array(policy.tiers(shapes))
         for drafts, cost_R in zip(policy.ladder(shapes), cost_ms, strict=True):
-            rows_R = np.minimum(policy.tiers(shapes), slots * (drafts + 1))
-            np.testing.assert_array_equal(cost_R, rows_R + np.float32(0.75))
+            offered_R = np.isin(rows_R, policy.offered(shapes, drafts))
+            want_R = np.where(offered_R, rows_R + np.float32(0.75), np.inf)
+            np.testing.assert_array_equal(cost_R, want_R)
 
 
 def test_a_cheaper_wider_tier_does_not_make_a_narrower_one_look_cheap():
@@ -107,7 +110,24 @@ def test_default_widths_go_as_far_as_the_block():
 
 
 def test_default_tiers():
-    assert unmeasured().tiers(shapes_of(4, 8)) == (4, 6, 8, 12, 16, 32)
+    policy, shapes = unmeasured(), shapes_of(4, 16)
+    assert policy.tiers(shapes) == (4, 6, 8, 12, 16, 32, 48, 64)
+    # The anchors alone, and from a quarter of the block to all of it.
+    assert policy.offered(shapes, 3) == (4, 6, 8, 12, 16)
+    assert policy.offered(shapes, 7) == (4, 8, 12, 16, 32)
+    assert policy.offered(shapes, 15) == (4, 16, 32, 48, 64)
+
+
+def test_ratios_leave_no_choice_of_widths_or_tiers():
+    published = DCutPolicy.published(CostTable.empty())
+    with pytest.raises(ValueError, match="leave no choice"):
+        replace(published, widths=(3,))
+
+
+def test_a_table_covers_a_policy_when_every_cell_is_there():
+    shapes = shapes_of(4, 8)
+    assert DCutPolicy(Recorder()).covered(shapes)
+    assert not unmeasured().covered(shapes)
 
 
 @pytest.mark.parametrize("widths", [(0,), (8,), (3, 8)], ids=str)
@@ -128,7 +148,7 @@ def test_widths_outside_the_block_are_refused(widths):
 )
 def test_the_published_policy_has_a_tier_per_ratio(slots, width, rows):
     shapes = shapes_of(slots, width)
-    policy = DCutPolicy.published(CostTable.empty(), width - 1)
+    policy = DCutPolicy.published(CostTable.empty())
     assert policy.tiers(shapes) == rows
     key = policy.plan_key(shapes)
     assert (key.objective, key.ratios) == ("paper", PAPER_RATIOS)
@@ -138,7 +158,7 @@ def test_the_published_policy_has_a_tier_per_ratio(slots, width, rows):
 
 def test_the_published_policy_reads_the_cells_of_its_steps():
     table, shapes = Recorder(), shapes_of(4, 16)
-    policy = DCutPolicy.published(table, 15)
+    policy = DCutPolicy.published(table)
     policy.cost_ms(shapes, 0.0)
     lays = policy.layouts(shapes)
     assert table.verify == {(4, lay.rows, lay.width) for lay in lays}

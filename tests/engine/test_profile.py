@@ -170,70 +170,87 @@ class TestStore:
     def never(self):
         raise AssertionError("measured again")
 
-    def test_measured_once_and_then_read(self, here, fresh, tmp_path):
-        got = cost_table(CONFIG, here, tmp_path, measure_missing=fresh)
+    def test_measured_once_and_then_read(self, here, shapes, fresh, tmp_path):
+        got = cost_table(unmeasured(), shapes, here, tmp_path, measure_missing=fresh)
         assert got == fresh()
-        again = cost_table(CONFIG, here, tmp_path, measure_missing=self.never)
+        again = cost_table(
+            unmeasured(), shapes, here, tmp_path, measure_missing=self.never
+        )
         assert again == got
 
-    def test_reading_takes_milliseconds(self, here, fresh, tmp_path):
-        cost_table(CONFIG, here, tmp_path, measure_missing=fresh)
+    def test_a_table_that_lacks_a_cell_is_measured_again(
+        self, here, shapes, fresh, tmp_path
+    ):
+        whole = fresh()
+        part = {k: v for k, v in whole.verify.items() if k[1] != shapes.slots}
+        path = table_path(tmp_path, here)
+        dataclasses.replace(whole, verify=part).save(path)
+        got = cost_table(unmeasured(), shapes, here, tmp_path, measure_missing=fresh)
+        assert got == whole
+
+    def test_reading_takes_milliseconds(self, here, shapes, fresh, tmp_path):
+        cost_table(unmeasured(), shapes, here, tmp_path, measure_missing=fresh)
         times = []
         for _ in range(5):
             start = time.perf_counter()
-            cost_table(CONFIG, here, tmp_path, measure_missing=None)
+            cost_table(unmeasured(), shapes, here, tmp_path, measure_missing=None)
             times.append(time.perf_counter() - start)
         assert min(times) < 0.05
 
-    def test_another_batch_size_is_added(self, here, fresh, tmp_path):
-        cost_table(CONFIG, here, tmp_path, measure_missing=fresh)
-        other = EngineConfig(8, 224)
-        got = cost_table(other, here, tmp_path, measure_missing=lambda: fresh(8))
-        assert got.covers(SLOTS)
-        assert got.covers(8)
+    def test_another_batch_size_is_added(self, here, shapes, fresh, tmp_path):
+        cost_table(unmeasured(), shapes, here, tmp_path, measure_missing=fresh)
+        other = dataclasses.replace(shapes, slots=8)
+        got = cost_table(
+            unmeasured(), other, here, tmp_path, measure_missing=lambda: fresh(8)
+        )
+        for own in (shapes, other):
+            assert dataclasses.replace(unmeasured(), table=got).covered(own)
         assert CostTable.load(table_path(tmp_path, here)) == got
 
-    def test_nothing_stored_and_measuring_not_allowed(self, here, tmp_path):
+    def test_nothing_stored_and_measuring_not_allowed(self, here, shapes, tmp_path):
         with pytest.raises(CostError, match=f"batch size 4.*no file.*{COMMAND}"):
-            cost_table(CONFIG, here, tmp_path, measure_missing=None)
+            cost_table(unmeasured(), shapes, here, tmp_path, measure_missing=None)
 
     def test_another_batch_size_stored_and_measuring_not_allowed(
-        self, here, fresh, tmp_path
+        self, here, shapes, fresh, tmp_path
     ):
-        cost_table(CONFIG, here, tmp_path, measure_missing=fresh)
-        with pytest.raises(CostError, match=f"batch size 8.*none for that.*{COMMAND}"):
-            cost_table(EngineConfig(8, 224), here, tmp_path, measure_missing=None)
+        cost_table(unmeasured(), shapes, here, tmp_path, measure_missing=fresh)
+        other = dataclasses.replace(shapes, slots=8)
+        with pytest.raises(CostError, match=f"batch size 8.*not all.*{COMMAND}"):
+            cost_table(unmeasured(), other, here, tmp_path, measure_missing=None)
 
     @pytest.mark.parametrize(
         ("field", "value"),
         [("jax", "0.0.1"), ("host", "a laptop, 2 cores"), ("cache_dtype", "bfloat16")],
     )
     def test_another_fingerprint_is_refused_not_replaced(
-        self, here, fresh, tmp_path, field, value
+        self, here, shapes, fresh, tmp_path, field, value
     ):
         there = dataclasses.replace(here, **{field: value})
         path = table_path(tmp_path, here)
         dataclasses.replace(fresh(), fingerprint=there).save(path)
         before = path.read_bytes()
         with pytest.raises(CostError, match=f"{field}: '{value}', here.*{COMMAND}"):
-            cost_table(CONFIG, here, tmp_path, measure_missing=self.never)
+            cost_table(unmeasured(), shapes, here, tmp_path, measure_missing=self.never)
         assert path.read_bytes() == before
 
-    def test_a_corrupt_file_is_refused_by_name(self, here, fresh, tmp_path):
-        cost_table(CONFIG, here, tmp_path, measure_missing=fresh)
+    def test_a_corrupt_file_is_refused_by_name(self, here, shapes, fresh, tmp_path):
+        cost_table(unmeasured(), shapes, here, tmp_path, measure_missing=fresh)
         path = table_path(tmp_path, here)
         path.write_text(path.read_text()[:100])
         with pytest.raises(CostError, match=f"{path.name} is not a cost.*{COMMAND}"):
-            cost_table(CONFIG, here, tmp_path, measure_missing=self.never)
+            cost_table(unmeasured(), shapes, here, tmp_path, measure_missing=self.never)
 
-    def test_a_table_with_a_cost_of_zero_is_refused(self, here, fresh, tmp_path):
-        cost_table(CONFIG, here, tmp_path, measure_missing=fresh)
+    def test_a_table_with_a_cost_of_zero_is_refused(
+        self, here, shapes, fresh, tmp_path
+    ):
+        cost_table(unmeasured(), shapes, here, tmp_path, measure_missing=fresh)
         path = table_path(tmp_path, here)
         data = json.loads(path.read_text())
         data["plan"][0][1] = [0.0]
         path.write_text(json.dumps(data))
         with pytest.raises(CostError, match="finite samples above 0 ms"):
-            cost_table(CONFIG, here, tmp_path, measure_missing=self.never)
+            cost_table(unmeasured(), shapes, here, tmp_path, measure_missing=self.never)
 
     def test_paths_tell_models_and_sizes_apart(self, here, tmp_path):
         changes = [
@@ -244,6 +261,9 @@ class TestStore:
             {"dtype": "bfloat16"},
             {"draft_dtype": "bfloat16"},
             {"positions": 512},
+            {"cache_dtype": "bfloat16"},
+            {"jax": "0.0.1"},
+            {"host": "a laptop, 2 cores"},
         ]
         paths = {table_path(tmp_path, dataclasses.replace(here, **c)) for c in changes}
         assert len(paths) == len(changes)
@@ -259,7 +279,7 @@ class TestStore:
 
 
 def test_the_policy_of_the_paper_can_be_profiled(pair, compiler, here, shapes):
-    policy = DCutPolicy.published(CostTable.empty(), 7)
+    policy = DCutPolicy.published(CostTable.empty())
     table = profile(pair, CONFIG, policy, here, [5], compiler=compiler, rounds=1)
     own = dataclasses.replace(policy, table=table)
     assert np.isfinite(own.cost_ms(shapes, 300.0)).all()

@@ -8,7 +8,7 @@ import pytest
 from dcut_jax.bench.prompts import load_prompts
 from dcut_jax.bench.runner import Texts, logit_gap
 from dcut_jax.cost.table import CostTable
-from dcut_jax.decode.steps import Compiler
+from dcut_jax.decode.compile import Compiler
 from dcut_jax.engine.engine import Engine, EngineConfig
 from dcut_jax.engine.load import load_pair
 from dcut_jax.engine.policy import ArPolicy, FixedPolicy, unmeasured
