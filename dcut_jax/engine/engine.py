@@ -114,10 +114,11 @@ class Engine:
         self.time_phases = time_phases
         self.records: list[StepRecord] = []
         self.shapes = config.shapes(models)
-        if config.max_length > models.target.max_position:
+        most = models.target.max_position
+        if config.max_length > most:
             raise ValueError(
-                f"max_length {config.max_length} is beyond the {models.target.max_position} positions "
-                f"that the target was made for; shorten prompts or outputs"
+                f"max_length {config.max_length} is beyond the {most} positions that "
+                f"the target was made for; shorten prompts or outputs"
             )
         self.compiler = compiler or Compiler(models, config.cache_dtype)
         self.compiler.require(models, config.cache_dtype)

@@ -511,7 +511,7 @@ class TestCancel:
             engine.cancel(Completion([1]))
 
 
-class TestRefusals:
+class TestMisuse:
     def test_a_request_more_than_there_are_slots(self, build, prompts):
         engine = build(ArPolicy(), 1)
         engine.reset()
