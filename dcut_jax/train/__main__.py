@@ -81,8 +81,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _respond(args: argparse.Namespace, target: Target, out: Path) -> None:
-    prompts = collect.read_prompts(args.prompts, args.seed)
+def _respond(
+    args: argparse.Namespace,
+    prompts: Sequence[collect.Prompt],
+    target: Target,
+    out: Path,
+) -> None:
     with bar("responses", len(prompts)) as update:
         collect.respond(
             target,
@@ -123,14 +127,16 @@ def _features(
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if args.command == "data":
+        prompts = collect.read_prompts(args.prompts, args.seed)
         target = load_target(args.target, args.dtype)
         responses = args.out / "responses.jsonl"
         # Opened first: another dataset is refused before it takes hours of responses.
         with _writer(args, target, args.out) as writer:
-            _respond(args, target, responses)
+            _respond(args, prompts, target, responses)
             _features(args, target, responses, writer)
     elif args.command == "respond":
-        _respond(args, load_target(args.target, args.dtype), args.out)
+        prompts = collect.read_prompts(args.prompts, args.seed)
+        _respond(args, prompts, load_target(args.target, args.dtype), args.out)
     elif args.command == "features":
         target = load_target(args.target, jnp.bfloat16)
         with _writer(args, target, args.data) as writer:

@@ -95,6 +95,13 @@ def test_data_from_prompts_and_again_after_a_kill(tiny, tmp_path):
     assert responses.read_bytes() == files["responses.jsonl"]
 
 
+def test_a_missing_prompt_file_leaves_nothing_behind(tiny, tmp_path):
+    out = tmp_path / "data"
+    with pytest.raises(FileNotFoundError, match="no-such"):
+        collect_data(str(tmp_path / "no-such.jsonl"), out)
+    assert not out.exists()
+
+
 def test_prompts_are_deduplicated_and_shuffled_by_seed(tmp_path):
     prompt_file(tmp_path / "a.jsonl", TEXTS)
     prompt_file(tmp_path / "b.jsonl", ["new", *TEXTS])
