@@ -9,13 +9,15 @@ Names of arrays end in the letters of their dimensions, in order: `logp_BK` is
 | K | drafts of a request; a block has `W = K + 1` rows, its anchor's too |
 | W | rows of a request in one step: anchor and drafts |
 | T | rows of a verify step, over all requests (the tier) |
-| R | tiers |
+| R | tiers; M draft widths of the ladder |
 | N | any number of token rows |
 | S | positions of a sequence; P positions of one prefill chunk |
 | L | positions of a KV cache |
 | E | embedding (hidden size); F feed-forward; V vocabulary; C tapped layers x E |
 | H | query heads; G key/value heads; D head dimension |
 | J | rows of an attention group; O groups beyond a request's first, I = B + O all |
+| Y | layers; Z stop tokens of a request |
+| X | a dimension that its function explains |
 """
 
 from typing import Literal

@@ -13,7 +13,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from dcut_jax.config import DrafterConfig, ModelConfig
-from dcut_jax.cut import Objective, Plan, log_survival, plan, top1
+from dcut_jax.cut.confidence import top1
+from dcut_jax.cut.numpy_plan import Objective
+from dcut_jax.cut.plan import Plan, plan
+from dcut_jax.cut.survival import log_survival
 from dcut_jax.decode.accept import accept_greedy
 from dcut_jax.decode.pack import Layout, Packed, layout, pack, unpack
 from dcut_jax.decode.state import DecodeState, Outcome, to_wire

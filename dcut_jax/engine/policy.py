@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dcut_jax.cost.table import CostError, CostTable
-from dcut_jax.cut import Objective
+from dcut_jax.cut.numpy_plan import Objective
 from dcut_jax.cut.width import WidthChooser
 from dcut_jax.decode.pack import Layout, layout, tier_rows
 from dcut_jax.decode.steps import PlanKey, StepShapes, anchors_only, everything

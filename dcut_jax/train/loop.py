@@ -29,7 +29,12 @@ from dcut_jax.models import drafter, params
 from dcut_jax.models.dense import head_VE
 from dcut_jax.train.data import Dataset, DatasetError, documents_of_step, draw_blocks
 from dcut_jax.train.loss import Blocks, Shortlist, block_loss, block_matches
-from dcut_jax.weights.dflash import check_pair, default_taps, save_drafter
+from dcut_jax.weights.dflash import (
+    check_pair,
+    default_taps,
+    load_drafter,
+    save_drafter,
+)
 from dcut_jax.weights.load import load_target
 
 CONFIG = "config.json"
@@ -44,6 +49,7 @@ class TrainConfig:
       data: a dataset directory (`train.data`), with features.
       out: directory of the run: checkpoints, log.
       mask_token: an unused row of the target's embedding.
+      init: an exported drafter to start from; empty for random parameters.
       layers: of the drafter; heads and widths are the target's.
       target_layers: taps; empty for `taps` of them evenly spaced.
       block: full block, anchor included.
@@ -63,6 +69,7 @@ class TrainConfig:
     data: str = field(compare=False)
     out: str = field(compare=False)
     mask_token: int
+    init: str = field(default="", compare=False)
     layers: int = 3
     target_layers: tuple[int, ...] = ()
     taps: int = 5
@@ -343,6 +350,26 @@ class Trainer:
         counts = data.counts(target_cfg.vocab)
         self.frequent = np.argsort(-counts, kind="stable")[: cfg.shortlist_frequent]
         self.state = init_state(self.drafter_cfg, make_optimizer(cfg), cfg.seed)
+        if cfg.init:
+            self.state = dataclasses.replace(
+                self.state, params=self.start_from(cfg.init)
+            )
+
+    def start_from(self, checkpoint: str) -> Any:
+        """Parameters of an exported drafter, float32.
+
+        Raises:
+          ConfigError: it is not the drafter that the run describes.
+        """
+        found, weights = load_drafter(checkpoint, jnp.dtype("float32"))
+        if found != self.drafter_cfg:
+            theirs, ours = map(dataclasses.asdict, (found, self.drafter_cfg))
+            different = [n for n in ours if ours[n] != theirs[n]]
+            raise ConfigError(
+                f"init {checkpoint}: expected the drafter of this run, found another "
+                f"{', '.join(different)}; start from scratch or change the run"
+            )
+        return weights
 
     def step(self) -> dict[str, float]:
         """Trains on the blocks of the state's step."""

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcut_jax.cut import top1
+from dcut_jax.cut.confidence import top1
 
 
 def by_hand(logits: np.ndarray):

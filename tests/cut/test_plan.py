@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcut_jax.cut import paper_budgets, plan, plan_numpy, tier_budgets
+from dcut_jax.cut.numpy_plan import plan_numpy
+from dcut_jax.cut.plan import paper_budgets, plan, tier_budgets
 
 STATIC = ("objective", "ratios", "backend")
 jitted = jax.jit(plan, static_argnames=STATIC)

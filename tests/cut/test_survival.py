@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dcut_jax.cut import log_survival
+from dcut_jax.cut.survival import log_survival
 
 NAN, INF = np.nan, np.inf
 
