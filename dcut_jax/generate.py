@@ -12,7 +12,7 @@ from dcut_jax.cost.table import CostTable
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.engine.engine import Engine, EngineConfig
 from dcut_jax.engine.load import Pair, load_pair
-from dcut_jax.engine.policy import ArPolicy, DCutPolicy, FixedPolicy, Policy, unmeasured
+from dcut_jax.engine.policy import ArPolicy, DCutPolicy, FixedPolicy, Policy, profiled
 from dcut_jax.engine.profile import cost_table, default_directory, fingerprint, profile
 from dcut_jax.engine.requests import Completion, Request
 
@@ -104,13 +104,13 @@ def stored_costs(
         title = f"measuring step costs at batch size {config.slots}"
         if not progress:
             return profile(
-                pair.models, config, unmeasured(), here, tokens, compiler=compiler
+                pair.models, config, profiled(), here, tokens, compiler=compiler
             )
         with bar(title, None) as update:
             return profile(
                 pair.models,
                 config,
-                unmeasured(),
+                profiled(),
                 here,
                 tokens,
                 compiler=compiler,
@@ -118,9 +118,7 @@ def stored_costs(
             )
 
     shapes = config.shapes(pair.models)
-    return cost_table(
-        unmeasured(), shapes, here, directory, measure_missing=measure_now
-    )
+    return cost_table(profiled(), shapes, here, directory, measure_missing=measure_now)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

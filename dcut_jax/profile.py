@@ -10,7 +10,7 @@ from dcut_jax.cli import add_model_flags, bar, positive, positives, run
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.engine.engine import EngineConfig
 from dcut_jax.engine.load import load_pair
-from dcut_jax.engine.policy import unmeasured
+from dcut_jax.engine.policy import profiled
 from dcut_jax.engine.profile import (
     ROUNDS,
     default_directory,
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             fresh = profile(
                 pair.models,
                 config,
-                unmeasured(),
+                profiled(),
                 here,
                 tokens,
                 compiler=compiler,

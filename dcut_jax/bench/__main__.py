@@ -30,7 +30,7 @@ from dcut_jax.cli import add_model_flags, bar, positive, positives, run
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.engine.engine import Engine, EngineConfig, Prefilled
 from dcut_jax.engine.load import Pair, load_pair
-from dcut_jax.engine.policy import WIDTHS, ArPolicy, DCutPolicy, unmeasured
+from dcut_jax.engine.policy import WIDTHS, ArPolicy, DCutPolicy, profiled, unmeasured
 from dcut_jax.engine.profile import (
     cost_table,
     cpu_model,
@@ -191,14 +191,14 @@ def build(
             compiled = compilers[True].seconds
             start = time.perf_counter()
             table = cost_table(
-                unmeasured(),
+                profiled(),
                 config.shapes(pair.models),
                 here,
                 cost_dir,
                 measure_missing=lambda: profile(
                     pair.models,
                     config,
-                    unmeasured(),
+                    profiled(),
                     here,
                     [t for i in ids for t in i],
                     compiler=compilers[True],

@@ -50,7 +50,7 @@ class _Mean:
 
 @dataclass
 class WidthChooser:
-    """Picks the draft width with the best expected tokens per ms.
+    """Picks the draft width with the best expected tokens per ms; 0 is plain decoding.
 
     A step of width `w` shows what the plan would have been worth at every width up to
     `w` (its utility, tokens per ms). Widths are compared within a step, as ratios to
@@ -59,48 +59,88 @@ class WidthChooser:
     steps of that width really committed, shrunk to all widths' scale. Nothing of the
     current step's drafts enters its own width.
 
+    Every width is run once, the widest first. After that the best runs, and of the
+    others now and then the one that ran longest ago: without, nothing would be learnt
+    of the widths beyond the current one, nor of how far the others' predictions are to
+    be believed. Such a probe is paid for from a fixed share of the time, so one that
+    costs much is rare.
+
     Attributes:
-      widths: the ladder, rising.
-      probe_every: every so many steps the width that ran longest ago is run. Without,
-        nothing would be learnt of the widths beyond the current one, nor of how far
-        the others' predictions are to be believed.
+      widths: the ladder, rising. With 0 in it, a step of 0 promises exactly one token
+        per request, and needs no look.
+      probe_every: steps after which a width is due for a probe.
+      probe_share: of the time, what probes may lose against the best width.
     """
 
     widths: tuple[int, ...]
     probe_every: int = 32
+    probe_share: float = 0.01
     _relative: dict[int, _Mean] = field(default_factory=dict)
+    _ms: dict[int, _Mean] = field(default_factory=dict)
     _own: dict[int, _Ratio] = field(default_factory=dict)
     _pooled: _Ratio = field(default_factory=_Ratio)
     _ran: dict[int, int] = field(default_factory=dict)
     _step: int = 0
+    _credit_ms: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.widths or list(self.widths) != sorted(set(self.widths)):
-            raise ValueError(f"widths must rise; found {self.widths}")
-        if self.widths[0] < 1:
-            raise ValueError(f"a width is at least 1 draft; found {self.widths[0]}")
+        if not self.drafting or list(self.widths) != sorted(set(self.widths)):
+            raise ValueError(
+                f"widths must rise and hold one above 0; found {self.widths}"
+            )
+        if self.widths[0] < 0:
+            raise ValueError(f"a width is at least 0 drafts; found {self.widths[0]}")
         if self.probe_every < 1:
             raise ValueError(
                 f"probe_every must be at least 1; found {self.probe_every}"
             )
+        if not 0 < self.probe_share <= 1:
+            raise ValueError(
+                f"probe_share must lie in (0, 1]; found {self.probe_share}"
+            )
+
+    @property
+    def drafting(self) -> tuple[int, ...]:
+        """The widths that need a look: all but 0."""
+        return tuple(w for w in self.widths if w != 0)
 
     def next(self) -> int:
         """The width of the coming step."""
         step, self._step = self._step, self._step + 1
-        if step < len(self.widths):  # each once, the widest first
-            width = self.widths[-1 - step]
-        elif step % self.probe_every == 0:
-            width = min(self.widths, key=self._ran.__getitem__)
-        else:
-            width = max(self.widths, key=self.expected)
+        width = self._pick(step)
         self._ran[width] = step
         return width
+
+    def _pick(self, step: int) -> int:
+        if step < len(self.drafting):
+            return self.drafting[-1 - step]
+        best = max(self.widths, key=self.expected)
+        self._credit_ms += self.probe_share * self._mean_ms(best)
+        others = [w for w in self.drafting if w != best]
+        probe = min(others, key=self._ran.__getitem__, default=best)
+        due = step - self._ran.get(probe, step) >= self.probe_every
+        loss_ms = self._loss_ms(probe, best)
+        if not due or loss_ms > self._credit_ms:
+            return best
+        self._credit_ms -= loss_ms
+        return probe
+
+    def _mean_ms(self, width: int) -> float:
+        return self._ms.get(width, _Mean()).value()
+
+    def _loss_ms(self, width: int, best: int) -> float:
+        """What a step of `width` costs beyond what the best takes for its tokens."""
+        most = self.expected(best)
+        share = 1 - self.expected(width) / most if most > 0 else 0.0
+        return self._mean_ms(width) * share
 
     def expected(self, width: int) -> float:
         """Expected tokens per ms, relative to what the narrowest width promises.
 
         0 before anything is known of the width.
         """
+        if width == 0:
+            return 1.0  # it keeps its promise
         pooled = self._pooled.value(prior=1.0)
         own = self._own.get(width, _Ratio())
         return self._relative.get(width, _Mean()).value() * own.value(prior=pooled)
@@ -111,18 +151,23 @@ class WidthChooser:
         utilities: Mapping[int, float],
         predicted: float,
         committed: float,
+        ms: Mapping[int, float],
     ) -> None:
-        """Takes in one finished step.
+        """Takes in one finished step that drafted.
 
         Args:
           width: the width it ran.
           utilities: predicted tokens per ms of its best plan at each width up to
             `width`, the narrowest included.
           predicted, committed: tokens of the plan that ran, expected and real.
+          ms: costs of the step that ran and, where it is in the ladder, of one of
+            width 0.
         """
         narrowest = utilities[self.widths[0]]
         if narrowest > 0:
             for w, utility in utilities.items():
                 self._relative.setdefault(w, _Mean()).add(utility / narrowest)
+        for w, cost in ms.items():
+            self._ms.setdefault(w, _Mean()).add(cost)
         self._own.setdefault(width, _Ratio()).add(committed, predicted)
         self._pooled.add(committed, predicted)

@@ -72,7 +72,17 @@ class StepRecord:
     committed: int = 0
     accepted: int = 0
     decision: S.Decision | None = None
+    costs: "StepCosts | None" = None
     phase_ms: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """What steps cost at one context length, ms; `device_MR` holds `cost_MR` again."""
+
+    cost_MR: np.ndarray
+    device_MR: Any
+    plain: float
 
 
 @dataclass(frozen=True)
@@ -125,7 +135,7 @@ class Engine:
         if isinstance(policy, DCutPolicy):
             policy.cost_ms(self.shapes, 0.0)  # raises for a cost that is missing
             self.chooser = policy.chooser(self.shapes)
-            self._cost_ms: dict[int, Any] = {}
+            self._step_costs: dict[int, StepCosts] = {}
         self.prepare(policy)
         self.reset()
 
@@ -292,11 +302,17 @@ class Engine:
     def _cut_step(self, policy: DCutPolicy, clock: "_Phases") -> None:
         shapes, ladder = self.shapes, policy.ladder(self.shapes)
         width = self.chooser.next()
+        if width == 0:
+            self.flush()  # the one read of this step
+            if self.running:
+                self._verify(S.anchors_only(shapes), self._no_drafts, 0, clock)
+            return
         proposal = self._draft(width, clock)
+        costs = self._costs(policy)
         plan, bundle = self.compiler.decide(shapes, policy.plan_key(shapes))(
             proposal,
             self.state,
-            self._costs(policy),
+            costs.device_MR,
             np.int32(ladder.index(width)),
             self._wire,
         )
@@ -309,17 +325,24 @@ class Engine:
         rows = policy.tiers(shapes)[decision.tier]
         lay = policy.layout(shapes, width, rows)
         self._verify(lay, proposal.token_BK, width, clock, plan.keep_B, decision)
+        assert self._pending is not None
+        self._pending.costs = costs
 
-    def _costs(self, policy: DCutPolicy) -> Any:
-        """Step costs on the device, for the running requests' mean context."""
+    def _costs(self, policy: DCutPolicy) -> StepCosts:
+        """Step costs for the running requests' mean context."""
         lengths = [
             len(s.request.prompt) + len(s.completion.tokens) for s in self._slots if s
         ]
         context = int(np.mean(lengths)) // CHUNK if lengths else 0
-        if context not in self._cost_ms:
-            cost = policy.cost_ms(self.shapes, (context + 0.5) * CHUNK)
-            self._cost_ms[context] = jax.device_put(cost)  # jnp.asarray would compile
-        return self._cost_ms[context]
+        if context not in self._step_costs:
+            middle = (context + 0.5) * CHUNK
+            cost_MR = policy.cost_ms(self.shapes, middle)
+            self._step_costs[context] = StepCosts(
+                cost_MR,
+                jax.device_put(cost_MR),  # jnp.asarray would compile
+                policy.plain_ms(self.shapes, middle) if policy.plain else 0.0,
+            )
+        return self._step_costs[context]
 
     def flush(self) -> None:
         """Reads the outcome that is still on the device."""
@@ -384,17 +407,29 @@ class Engine:
                 self._slots[i] = None
         self.records.append(record)
         if record.decision is not None:
-            ladder = self.policy.ladder(self.shapes)
-            self.chooser.observe(
-                record.width,
-                {
-                    w: u
-                    for w, u in zip(ladder, record.decision.utility, strict=True)
-                    if w <= record.width
-                },
-                predicted=record.active + record.decision.gain,
-                committed=record.committed,
-            )
+            self._learn(record)
+
+    def _learn(self, record: StepRecord) -> None:
+        """Tells the chooser what a step that drafted promised, and what it gave."""
+        decision, costs, policy = record.decision, record.costs, self.policy
+        assert decision is not None
+        assert costs is not None
+        assert isinstance(policy, DCutPolicy)
+        ladder = policy.ladder(self.shapes)
+        seen = zip(ladder, decision.utility, strict=True)
+        utilities = {w: u for w, u in seen if w <= record.width}
+        ran = costs.cost_MR[ladder.index(record.width), decision.tier]
+        ms = {record.width: float(ran)}
+        if policy.plain:
+            utilities[0] = record.active / costs.plain
+            ms[0] = costs.plain
+        self.chooser.observe(
+            record.width,
+            utilities,
+            predicted=record.active + decision.gain,
+            committed=record.committed,
+            ms=ms,
+        )
 
     # -- whole lists -------------------------------------------------------------
 

@@ -56,28 +56,39 @@ class DCutPolicy:
       widths: draft widths to choose from. None: `WIDTHS` as far as the drafter goes.
       factors: tiers, in rows per request; ends and the widths' full blocks are added.
         None: `TIER_FACTORS`.
+      plain: whether a step may draft nothing, where that is best.
       objective, ratios: see `cut.plan`. `published()` sets them as the paper does.
       backend: of the top-k kernel.
+      probe_every, probe_share: see `cut.width.WidthChooser`.
     """
 
     table: CostTable
     widths: tuple[int, ...] | None = None
     factors: tuple[float, ...] | None = None
+    plain: bool = True
     objective: Objective = "tokens"
     ratios: tuple[float, ...] | None = None
     backend: Backend = "xla"
-    probe_every: int = 64
+    probe_every: int = 32
+    probe_share: float = 0.01
 
     @classmethod
     def published(cls, table: CostTable, backend: Backend = "xla") -> "DCutPolicy":
         """The paper's policy: full blocks, four ratios, anchors not counted."""
-        return cls(table=table, objective="paper", ratios=PAPER_RATIOS, backend=backend)
+        return cls(
+            table=table,
+            plain=False,
+            objective="paper",
+            ratios=PAPER_RATIOS,
+            backend=backend,
+        )
 
     def __post_init__(self) -> None:
-        if self.ratios is not None and (self.widths or self.factors):
+        if self.ratios is not None and (self.widths or self.factors or self.plain):
             raise ValueError(
                 f"ratios are shares of a full block and leave no choice of widths or "
-                f"tiers; found widths {self.widths} and factors {self.factors}"
+                f"tiers, nor plain steps; found widths {self.widths}, factors "
+                f"{self.factors} and plain {self.plain}"
             )
 
     def ladder(self, shapes: StepShapes) -> tuple[int, ...]:
@@ -175,13 +186,23 @@ class DCutPolicy:
             return False
         return True
 
+    def plain_ms(self, shapes: StepShapes, context: float) -> float:
+        """Time of a step that drafts nothing, ms."""
+        return self.table.verify_ms(shapes.slots, shapes.slots, 1, context)
+
     def chooser(self, shapes: StepShapes) -> WidthChooser:
-        return WidthChooser(self.ladder(shapes), self.probe_every)
+        widths = (0,) * self.plain + self.ladder(shapes)
+        return WidthChooser(widths, self.probe_every, self.probe_share)
 
 
 def unmeasured() -> DCutPolicy:
-    """The default D-Cut policy before its costs are known: what to profile."""
+    """The default D-Cut policy before its costs are known."""
     return DCutPolicy(CostTable.empty())
+
+
+def profiled() -> tuple[DCutPolicy, ...]:
+    """The policies whose steps a cost table holds: the default and the paper's."""
+    return unmeasured(), DCutPolicy.published(CostTable.empty())
 
 
 Policy = ArPolicy | FixedPolicy | DCutPolicy

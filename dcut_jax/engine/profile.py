@@ -84,7 +84,7 @@ def contexts(config: EngineConfig) -> tuple[int, ...]:
 def profile(
     models: S.Models,
     config: EngineConfig,
-    policy_shape: DCutPolicy,
+    policies: Sequence[DCutPolicy],
     here: Fingerprint,
     prompt: Sequence[int],
     *,
@@ -92,16 +92,17 @@ def profile(
     rounds: int = ROUNDS,
     on_progress: Callable[[str, int, int], None] | None = None,
 ) -> CostTable:
-    """Measures every step that a D-Cut policy can ask for at one batch size.
+    """Measures every step that D-Cut policies can ask for at one batch size.
 
     Args:
-      policy_shape: gives draft widths and tiers; its table is not read.
+      policies: give draft widths and tiers; their tables are not read.
       prompt: real tokens, repeated to fill the caches up to each context. Drafts are
         the drafter's own and rows go where its confidence sends them.
       on_progress: called with what is measured, steps done, and steps in all.
     """
     engine = Engine(models, config, ArPolicy(), compiler=compiler)
-    engine.prepare(policy_shape)
+    for policy in policies:
+        engine.prepare(policy)
     found: dict[str, dict[tuple[int, ...], tuple[float, ...]]] = {
         "draft": {},
         "verify": {},
@@ -110,7 +111,7 @@ def profile(
     for context in contexts(config):
         _fill(engine, prompt, context)
         label = f"batch {config.slots}, context {context}"
-        steps = _steps(engine, policy_shape, context)
+        steps = _steps(engine, policies, context)
 
         def progress(done: int, total: int, label: str = label) -> None:
             if on_progress:
@@ -124,13 +125,15 @@ def profile(
 
 
 def _steps(
-    engine: Engine, policy_shape: DCutPolicy, context: int
+    engine: Engine, policies: Sequence[DCutPolicy], context: int
 ) -> dict[tuple[Any, ...], Callable[[], object]]:
     """Every step to time at the engine's present context, by kind and table key."""
     exe, shapes, params = engine.compiler, engine.shapes, engine.models.params
     state, B = engine.state, shapes.slots
-    key = policy_shape.plan_key(shapes)
-    widest = exe.draft(shapes, key.widths[-1])
+    key = policies[0].plan_key(shapes)
+    widths = sorted({w for policy in policies for w in policy.ladder(shapes)})
+    layouts = {lay for policy in policies for lay in policy.layouts(shapes)}
+    widest = exe.draft(shapes, widths[-1])
     proposal = widest(params, engine.caches.drafter, state)
     logp_BK = np.asarray(proposal.logp_BK)
 
@@ -160,9 +163,9 @@ def _steps(
         return np.asarray(bundle)
 
     steps: dict[tuple[Any, ...], Callable[[], object]] = {("plan", B): plan_step}
-    for width in key.widths:
+    for width in widths:
         steps["draft", B, width, context] = draft_step(width)
-    for lay in policy_shape.layouts(shapes):
+    for lay in sorted(layouts, key=lambda lay: (lay.rows, lay.width)):
         steps["verify", B, lay.rows, lay.width, context] = verify_step(lay)
     return steps
 
@@ -189,14 +192,14 @@ def _spread(logp_BK: np.ndarray, lay: Layout) -> np.ndarray:
 
 
 def cost_table(
-    policy_shape: DCutPolicy,
+    policies: Sequence[DCutPolicy],
     shapes: S.StepShapes,
     here: Fingerprint,
     directory: Path,
     *,
     measure_missing: Callable[[], CostTable] | None,
 ) -> CostTable:
-    """The stored table for `here`, with all that a policy needs at this batch size.
+    """The stored table for `here`, with all that policies need at this batch size.
 
     Args:
       measure_missing: measures this batch size where the store lacks it; None refuses.
@@ -207,7 +210,7 @@ def cost_table(
     """
     path = table_path(directory, here)
     stored = CostTable.load(path).require(here) if path.exists() else None
-    if stored and replace(policy_shape, table=stored).covered(shapes):
+    if stored and all(replace(p, table=stored).covered(shapes) for p in policies):
         return stored
     if measure_missing is None:
         raise CostError(

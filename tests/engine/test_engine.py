@@ -125,9 +125,9 @@ CHOICES = {
 TIERS = {1: (1, 2, 4, 8), 3: (3, 6, 12, 24), 4: (4, 6, 8, 12, 16, 32)}
 
 
-def dcut(shapes, invented_table, verify_ms, **choice):
+def dcut(shapes, invented_table, verify_ms, draft_ms=lambda width: 1e-3, **choice):
     policy = replace(unmeasured(), **(CHOICES[shapes.slots] | choice))
-    return replace(policy, table=invented_table(policy, shapes, verify_ms))
+    return replace(policy, table=invented_table(policy, shapes, verify_ms, draft_ms))
 
 
 def realistic(lay):
@@ -176,7 +176,29 @@ class TestText:
         engine = build(policy, slots)
         got = engine.generate(requests)
         assert texts(got) == [expected(r, greedy) for r in requests]
-        assert {r.width for r in engine.records} == set(policy.ladder(engine.shapes))
+        widths = {r.width for r in engine.records}
+        assert widths - {0} == set(policy.ladder(engine.shapes))
+
+    @pytest.mark.parametrize("slots", [1, 4])
+    def test_plain_steps_between_those_that_draft(
+        self, build, shapes_of, invented_table, requests, greedy, slots
+    ):
+        # Drafting never pays; probes draft all the same.
+        policy = dcut(
+            shapes_of(slots),
+            invented_table,
+            lambda lay: float(lay.rows),
+            draft_ms=lambda width: 20.0,
+            probe_every=4,
+            probe_share=1.0,
+        )
+        engine = build(policy, slots)
+        got = engine.generate(requests)
+        assert texts(got) == [expected(r, greedy) for r in requests]
+        ran = [r.width for r in engine.records]
+        assert ran[0] == 7
+        assert ran.count(0) > len(ran) / 3
+        assert set(policy.ladder(engine.shapes)) < set(ran[1:])
 
     @pytest.mark.parametrize("rows", [8, 16, 24, 32])
     def test_the_published_policy(
@@ -314,7 +336,8 @@ class TestAcceptance:
         self, build, shapes_of, invented_table, requests
     ):
         # Rows so dear that none pays, unless drafting has cost far more already.
-        shapes, policy = shapes_of(4), replace(unmeasured(), probe_every=3)
+        shapes = shapes_of(4)
+        policy = replace(unmeasured(), plain=False, probe_every=3, probe_share=1.0)
         table = invented_table(
             policy,
             shapes,
@@ -346,6 +369,7 @@ def test_keeping_everything_is_the_path_without_a_plan(
         invented_table,
         lambda lay: 0.1 if lay.rows == 32 else 1e3,
         widths=(7,),
+        plain=False,
     )
     # No more than there are slots, since a plan learns of a free slot one step later.
     requests = [Request(p, 20 + 5 * i) for i, p in enumerate(prompts[:4])]

@@ -12,6 +12,7 @@ from dcut_jax.engine.policy import (
     ArPolicy,
     DCutPolicy,
     FixedPolicy,
+    profiled,
     unmeasured,
 )
 
@@ -120,8 +121,9 @@ def test_default_tiers():
 
 def test_ratios_leave_no_choice_of_widths_or_tiers():
     published = DCutPolicy.published(CostTable.empty())
-    with pytest.raises(ValueError, match="leave no choice"):
-        replace(published, widths=(3,))
+    for choice in ({"widths": (3,)}, {"factors": (2.0,)}, {"plain": True}):
+        with pytest.raises(ValueError, match="leave no choice"):
+            replace(published, **choice)
 
 
 def test_a_table_covers_a_policy_when_every_cell_is_there():
@@ -178,4 +180,14 @@ def test_a_cost_that_was_not_measured_is_an_error():
 def test_the_chooser_has_the_ladder():
     policy = replace(unmeasured(), probe_every=9)
     chooser = policy.chooser(shapes_of(4, 8))
-    assert (chooser.widths, chooser.probe_every) == ((3, 7), 9)
+    assert replace(policy, plain=False).chooser(shapes_of(4, 8)).widths == (3, 7)
+    assert (chooser.widths, chooser.probe_every) == ((0, 3, 7), 9)
+
+
+@pytest.mark.parametrize("width", [4, 8, 10, 11, 16])
+@pytest.mark.parametrize("slots", [1, 4])
+def test_what_is_profiled_serves_every_arm_of_a_bench(slots, width):
+    shapes = shapes_of(slots, width)
+    layouts = {lay for policy in profiled() for lay in policy.layouts(shapes)}
+    for policy in (unmeasured(), DCutPolicy.published(CostTable.empty())):
+        assert set(policy.layouts(shapes)) <= layouts

@@ -28,6 +28,9 @@ CONFIG = EngineConfig(SLOTS, 224)
 COMMAND = "python -m dcut_jax.profile"
 
 
+NEEDED = [unmeasured()]
+
+
 @pytest.fixture(scope="module")
 def here(pair):
     return fingerprint(pair, CONFIG, "tiny target", "tiny/drafter")
@@ -49,7 +52,7 @@ def measured(pair, compiler, policy, here, progress):
     return profile(
         pair,
         CONFIG,
-        policy,
+        [policy],
         here,
         [5, 6, 7],
         compiler=compiler,
@@ -171,7 +174,7 @@ class TestStore:
         raise AssertionError("measured again")
 
     def test_measured_once_and_then_read(self, here, shapes, fresh, tmp_path):
-        got = cost_table(unmeasured(), shapes, here, tmp_path, measure_missing=fresh)
+        got = cost_table(NEEDED, shapes, here, tmp_path, measure_missing=fresh)
         assert got == fresh()
         again = cost_table(
             unmeasured(), shapes, here, tmp_path, measure_missing=self.never
@@ -185,20 +188,20 @@ class TestStore:
         part = {k: v for k, v in whole.verify.items() if k[1] != shapes.slots}
         path = table_path(tmp_path, here)
         dataclasses.replace(whole, verify=part).save(path)
-        got = cost_table(unmeasured(), shapes, here, tmp_path, measure_missing=fresh)
+        got = cost_table(NEEDED, shapes, here, tmp_path, measure_missing=fresh)
         assert got == whole
 
     def test_reading_takes_milliseconds(self, here, shapes, fresh, tmp_path):
-        cost_table(unmeasured(), shapes, here, tmp_path, measure_missing=fresh)
+        cost_table(NEEDED, shapes, here, tmp_path, measure_missing=fresh)
         times = []
         for _ in range(5):
             start = time.perf_counter()
-            cost_table(unmeasured(), shapes, here, tmp_path, measure_missing=None)
+            cost_table(NEEDED, shapes, here, tmp_path, measure_missing=None)
             times.append(time.perf_counter() - start)
         assert min(times) < 0.05
 
     def test_another_batch_size_is_added(self, here, shapes, fresh, tmp_path):
-        cost_table(unmeasured(), shapes, here, tmp_path, measure_missing=fresh)
+        cost_table(NEEDED, shapes, here, tmp_path, measure_missing=fresh)
         other = dataclasses.replace(shapes, slots=8)
         got = cost_table(
             unmeasured(), other, here, tmp_path, measure_missing=lambda: fresh(8)
@@ -209,15 +212,15 @@ class TestStore:
 
     def test_nothing_stored_and_measuring_not_allowed(self, here, shapes, tmp_path):
         with pytest.raises(CostError, match=f"batch size 4.*no file.*{COMMAND}"):
-            cost_table(unmeasured(), shapes, here, tmp_path, measure_missing=None)
+            cost_table(NEEDED, shapes, here, tmp_path, measure_missing=None)
 
     def test_another_batch_size_stored_and_measuring_not_allowed(
         self, here, shapes, fresh, tmp_path
     ):
-        cost_table(unmeasured(), shapes, here, tmp_path, measure_missing=fresh)
+        cost_table(NEEDED, shapes, here, tmp_path, measure_missing=fresh)
         other = dataclasses.replace(shapes, slots=8)
         with pytest.raises(CostError, match=f"batch size 8.*not all.*{COMMAND}"):
-            cost_table(unmeasured(), other, here, tmp_path, measure_missing=None)
+            cost_table(NEEDED, other, here, tmp_path, measure_missing=None)
 
     @pytest.mark.parametrize(
         ("field", "value"),
@@ -231,26 +234,26 @@ class TestStore:
         dataclasses.replace(fresh(), fingerprint=there).save(path)
         before = path.read_bytes()
         with pytest.raises(CostError, match=f"{field}: '{value}', here.*{COMMAND}"):
-            cost_table(unmeasured(), shapes, here, tmp_path, measure_missing=self.never)
+            cost_table(NEEDED, shapes, here, tmp_path, measure_missing=self.never)
         assert path.read_bytes() == before
 
     def test_a_corrupt_file_is_refused_by_name(self, here, shapes, fresh, tmp_path):
-        cost_table(unmeasured(), shapes, here, tmp_path, measure_missing=fresh)
+        cost_table(NEEDED, shapes, here, tmp_path, measure_missing=fresh)
         path = table_path(tmp_path, here)
         path.write_text(path.read_text()[:100])
         with pytest.raises(CostError, match=f"{path.name} is not a cost.*{COMMAND}"):
-            cost_table(unmeasured(), shapes, here, tmp_path, measure_missing=self.never)
+            cost_table(NEEDED, shapes, here, tmp_path, measure_missing=self.never)
 
     def test_a_table_with_a_cost_of_zero_is_refused(
         self, here, shapes, fresh, tmp_path
     ):
-        cost_table(unmeasured(), shapes, here, tmp_path, measure_missing=fresh)
+        cost_table(NEEDED, shapes, here, tmp_path, measure_missing=fresh)
         path = table_path(tmp_path, here)
         data = json.loads(path.read_text())
         data["plan"][0][1] = [0.0]
         path.write_text(json.dumps(data))
         with pytest.raises(CostError, match="finite samples above 0 ms"):
-            cost_table(unmeasured(), shapes, here, tmp_path, measure_missing=self.never)
+            cost_table(NEEDED, shapes, here, tmp_path, measure_missing=self.never)
 
     def test_paths_tell_models_and_sizes_apart(self, here, tmp_path):
         changes = [
@@ -280,6 +283,6 @@ class TestStore:
 
 def test_the_policy_of_the_paper_can_be_profiled(pair, compiler, here, shapes):
     policy = DCutPolicy.published(CostTable.empty())
-    table = profile(pair, CONFIG, policy, here, [5], compiler=compiler, rounds=1)
+    table = profile(pair, CONFIG, [policy], here, [5], compiler=compiler, rounds=1)
     own = dataclasses.replace(policy, table=table)
     assert np.isfinite(own.cost_ms(shapes, 300.0)).all()

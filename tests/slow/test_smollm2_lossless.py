@@ -48,7 +48,7 @@ def config_for(batch, requests):
 
 def only_tier(shapes, rows):
     """A policy that takes widths in turn and finds one tier worth running."""
-    policy = replace(unmeasured(), probe_every=1)
+    policy = replace(unmeasured(), plain=False, probe_every=1, probe_share=1.0)
     B = shapes.slots
     verify = {
         (B, lay.rows, lay.width, 1): (1.0 if lay.rows == rows else 1e6,)
