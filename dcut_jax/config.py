@@ -177,6 +177,25 @@ def _read_scaling(form: Mapping[str, Any], where: str) -> Llama3Scaling | None:
     )
 
 
+def rope_json(rope: RopeConfig) -> dict[str, Any]:
+    """RoPE in both forms of `config.json`; the inverse of `read_rope`."""
+    scaling: dict[str, Any] | None = None
+    if (s := rope.scaling) is not None:
+        scaling = {
+            "rope_type": "llama3",
+            "factor": s.factor,
+            "low_freq_factor": s.low_freq_factor,
+            "high_freq_factor": s.high_freq_factor,
+            "original_max_position_embeddings": s.original_max_position,
+        }
+    parameters = {"rope_theta": rope.theta} | (scaling or {"rope_type": "default"})
+    return {
+        "rope_theta": rope.theta,
+        "rope_scaling": scaling,
+        "rope_parameters": parameters,
+    }
+
+
 _ARCHITECTURES = {"LlamaForCausalLM": False, "Qwen3ForCausalLM": True}
 
 

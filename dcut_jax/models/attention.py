@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from dcut_jax.models.layers import product
+
 ReadChunk = Callable[[Array], tuple[Array, Array]]
 
 
@@ -30,22 +32,7 @@ class CachedContext:
     chunk: int
 
 
-def _scores(q_BGXD: Array, k_BGDC: Array) -> Array:
-    return lax.dot_general(
-        q_BGXD.astype(k_BGDC.dtype),
-        k_BGDC,
-        (((3,), (2,)), ((0, 1), (0, 1))),
-        preferred_element_type=jnp.float32,
-    )
-
-
-def _weighted(p_BGXC: Array, v_BGCD: Array) -> Array:
-    return lax.dot_general(
-        p_BGXC.astype(v_BGCD.dtype),
-        v_BGCD,
-        (((3,), (2,)), ((0, 1), (0, 1))),
-        preferred_element_type=jnp.float32,
-    )
+_PER_HEAD = (((3,), (2,)), ((0, 1), (0, 1)))  # of [B, G, *, n] and [B, G, n, *]
 
 
 def attend(
@@ -94,18 +81,17 @@ def attend(
         p_BGXC = jnp.exp(s_BGXC - new_m)
         keep = jnp.exp(m_BGX1 - new_m)
         l_BGX1 = l_BGX1 * keep + jnp.sum(p_BGXC, axis=-1, keepdims=True)
-        return new_m, l_BGX1, acc_BGXD * keep + _weighted(p_BGXC, v_BGCD)
+        return new_m, l_BGX1, acc_BGXD * keep + product(p_BGXC, v_BGCD, _PER_HEAD)
 
     # Fresh keys first: every query sees one, so the running maximum is finite.
-    s_BGXS = jnp.where(
-        per_query(mask_BJS), _scores(q_BGXD, k_BSGD.transpose(0, 2, 3, 1)), -jnp.inf
-    )
+    s_BGXS = product(q_BGXD, k_BSGD.transpose(0, 2, 3, 1), _PER_HEAD)
+    s_BGXS = jnp.where(per_query(mask_BJS), s_BGXS, -jnp.inf)
     m_BGX1 = jnp.max(s_BGXS, axis=-1, keepdims=True)
     p_BGXS = jnp.exp(s_BGXS - m_BGX1)
     carry = (
         m_BGX1,
         jnp.sum(p_BGXS, axis=-1, keepdims=True),
-        _weighted(p_BGXS, v_BSGD.swapaxes(1, 2)),
+        product(p_BGXS, v_BSGD.swapaxes(1, 2), _PER_HEAD),
     )
 
     if cached is not None:
@@ -119,7 +105,8 @@ def attend(
             if window is not None:
                 assert position_BJ is not None, "a window needs query positions"
                 seen &= position_BJ[:, :, None] - position_11C < window
-            return merge(carry, _scores(q_BGXD, k_BGDC), per_query(seen), v_BGCD)
+            s_BGXC = product(q_BGXD, k_BGDC, _PER_HEAD)
+            return merge(carry, s_BGXC, per_query(seen), v_BGCD)
 
         chunks = (jnp.max(cached.length_B) + cached.chunk - 1) // cached.chunk
         carry = lax.fori_loop(0, chunks, step, carry)

@@ -86,6 +86,14 @@ def read_slot(
     return CachedContext(read, length[None], CHUNK)
 
 
+def as_cached(kv: KvCache, k: Array, v: Array) -> tuple[Array, Array]:
+    """Fresh keys and values as they will be read from the cache.
+
+    So a row sees the same of another whether both ran in one step or in two.
+    """
+    return k.astype(kv.k.dtype), v.astype(kv.v.dtype)
+
+
 def write_rows(
     kv: KvCache,
     k_YTGD: Float[Array, "Y T G D"],

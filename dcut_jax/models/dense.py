@@ -6,13 +6,13 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from dcut_jax.config import ModelConfig
 from dcut_jax.models.attention import attend, causal_mask
 from dcut_jax.models.layers import (
     attention_inputs,
+    product,
     project,
     rms_norm,
     rotation,
@@ -97,12 +97,7 @@ def head_VE(params: dict[str, Any]) -> Array:
 def logits(hidden: Float[Array, "*N E"], head_VE: Array) -> Float[Array, "*N V"]:
     """LM head, float32."""
     last = hidden.ndim - 1
-    return lax.dot_general(
-        hidden.astype(head_VE.dtype),
-        head_VE,
-        (((last,), (1,)), ((), ())),
-        preferred_element_type=jnp.float32,
-    )
+    return product(hidden, head_VE, (((last,), (1,)), ((), ())))
 
 
 def embed(token: Int[Array, "*N"], embed_VE: Array) -> Float[Array, "*N E"]:

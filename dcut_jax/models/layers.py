@@ -1,7 +1,9 @@
 """The pieces that targets and drafters share, as pure functions.
 
 Numbers: weights and caches have the dtype they are stored in, products read it and
-accumulate in float32, and everything between two products is float32.
+accumulate in float32, and everything between two products is float32. Float32 weights
+mean float32 products: left alone, TPUs and recent GPUs round their inputs further, each
+shape in its own way, and then the tier would show in the text.
 """
 
 from functools import partial
@@ -16,6 +18,18 @@ from jaxtyping import Array, Float, Int
 from dcut_jax.config import RopeConfig
 
 
+def product(x: Array, y: Array, dimensions: lax.DotDimensionNumbers) -> Array:
+    """`lax.dot_general` in the dtype of `y`, float32 out."""
+    exact = y.dtype == jnp.float32
+    return lax.dot_general(
+        x.astype(y.dtype),
+        y,
+        dimensions,
+        precision=lax.Precision.HIGHEST if exact else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def project(x: Array, weight: Array, contract: int = 1) -> Array:
     """Contracts the last `contract` axes of `x` with the first of `weight`.
@@ -25,12 +39,8 @@ def project(x: Array, weight: Array, contract: int = 1) -> Array:
     weight, which no CPU or accelerator does fast.
     """
     axes = tuple(range(contract))
-    return lax.dot_general(
-        x.astype(weight.dtype),
-        weight,
-        ((tuple(a + x.ndim - contract for a in axes), axes), ((), ())),
-        preferred_element_type=jnp.float32,
-    )
+    last = tuple(a + x.ndim - contract for a in axes)
+    return product(x, weight, ((last, axes), ((), ())))
 
 
 def _project_forward(x: Array, weight: Array, contract: int):
@@ -41,18 +51,9 @@ def _project_backward(contract: int, saved: tuple[Array, Array], grad: Array):
     x, weight = saved
     rows = tuple(range(x.ndim - contract))
     out = weight.ndim - contract
-    grad_x = lax.dot_general(
-        grad.astype(weight.dtype),
-        weight,
-        (
-            (
-                tuple(range(grad.ndim - out, grad.ndim)),
-                tuple(range(contract, weight.ndim)),
-            ),
-            ((), ()),
-        ),
-        preferred_element_type=jnp.float32,
-    )
+    last = tuple(range(grad.ndim - out, grad.ndim))
+    outer = tuple(range(contract, weight.ndim))
+    grad_x = product(grad, weight, ((last, outer), ((), ())))
     # In float32, since sums over many rows are no faster in bfloat16 on CPU.
     grad_weight = lax.dot_general(x.astype(jnp.float32), grad, ((rows, rows), ((), ())))
     return grad_x.astype(x.dtype), grad_weight.astype(weight.dtype)

@@ -1,7 +1,6 @@
-"""Parameters declared once: shape, logical axes and dtype, and what reads them.
+"""Parameters declared once, by shape and logical axes, and what reads that.
 
-The same declaration serves random initialisation, loading, restore targets and byte
-counts.
+The same declaration serves random initialisation, loading and saving.
 """
 
 import math
@@ -31,11 +30,6 @@ class ParamSpec:
         assert len(self.shape) == len(self.axes), (self.shape, self.axes)
 
 
-def abstract(specs: Any, dtype: jnp.dtype) -> Any:
-    """Shapes and dtypes of `specs` as `jax.ShapeDtypeStruct` leaves."""
-    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, dtype), specs)
-
-
 def init(specs: Any, key: jax.Array, dtype: jnp.dtype) -> Any:
     """Draws parameters for `specs`, one random key per leaf."""
     leaves, treedef = jax.tree.flatten(specs)
@@ -49,11 +43,6 @@ def init(specs: Any, key: jax.Array, dtype: jnp.dtype) -> Any:
 
     drawn = [draw(s, k) for s, k in zip(leaves, keys, strict=True)]
     return jax.tree.unflatten(treedef, drawn)
-
-
-def count(specs: Any) -> int:
-    """Number of scalars in `specs`."""
-    return sum(math.prod(s.shape) for s in jax.tree.leaves(specs))
 
 
 def cast(params: Any, dtype: jnp.dtype) -> Any:

@@ -4,23 +4,31 @@
     python -m dcut_jax.train run      CONFIG
     python -m dcut_jax.train export   RUN OUT
 
-`data` is two stages, which `respond` and `features` run one at a time. `data` and `run`
-go on where they were stopped.
+`data` is two stages, which `respond` and `features` run one at a time; a dataset is
+continued by the command that began it. All but `export` go on where they were stopped.
 """
 
 import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 
 from dcut_jax.cli import DTYPES, bar, positive, run
 from dcut_jax.train import collect
-from dcut_jax.train.data import DatasetWriter
-from dcut_jax.train.loop import export, make_trainer, read_config
+from dcut_jax.train.data import DatasetError, DatasetWriter
+from dcut_jax.train.export import export
+from dcut_jax.train.loop import make_trainer, read_config
 from dcut_jax.weights.dflash import default_taps
 from dcut_jax.weights.load import SMOLLM2, Target, load_target
+
+# What the manifest of a dataset says of itself; `--about` may not.
+RESERVED = {
+    *("target", "sampling", "taps", "channels", "feature_dtype"),
+    *("dtype", "max_length", "max_new_tokens"),
+}
 
 
 def _add_respond_flags(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_respond_flags(respond)
 
     features = commands.add_parser("features", help="hidden states of the responses")
-    features.add_argument("responses", type=Path, help="JSONL that `respond` wrote")
+    features.add_argument(
+        "responses", type=Path, help="what `respond` wrote, .gz or not"
+    )
     features.add_argument("data", type=Path, help="dataset to write or to continue")
     _add_features_flags(features)
 
@@ -88,7 +98,7 @@ def _respond(
     out: Path,
 ) -> None:
     with bar("responses", len(prompts)) as update:
-        collect.respond(
+        left_out = collect.respond(
             target,
             prompts,
             out,
@@ -97,23 +107,56 @@ def _respond(
             max_new_tokens=args.max_new_tokens,
             on_progress=lambda done, _: update(done),
         )
+    if left_out:
+        print(
+            f"left out {left_out} prompts longer than "
+            f"{args.max_length - args.max_new_tokens} tokens (--max-length less "
+            f"--max-new-tokens)"
+        )
 
 
 def _taps(args: argparse.Namespace, target: Target) -> tuple[int, ...]:
     return default_taps(args.taps, target.cfg.layers)
 
 
-def _writer(args: argparse.Namespace, target: Target, data: Path) -> DatasetWriter:
+def _about(text: str) -> dict[str, Any]:
+    """What `--about` adds to the manifest; it may not touch what we write there."""
+    try:
+        about = json.loads(text)
+    except json.JSONDecodeError:
+        about = None
+    if not isinstance(about, dict):
+        raise DatasetError(f"--about: expected a JSON object, found {text[:60]!r}")
+    taken = sorted(about.keys() & RESERVED)
+    if taken:
+        raise DatasetError(
+            f"--about names {', '.join(taken)}, which the manifest says of itself; "
+            f"leave that out, or choose another name"
+        )
+    return about
+
+
+def _writer(
+    args: argparse.Namespace, target: Target, data: Path, about: dict[str, Any]
+) -> DatasetWriter:
     taps = _taps(args, target)
     manifest = {"target": target.identity, "sampling": "greedy", "taps": list(taps)}
-    manifest |= json.loads(args.about)
-    return DatasetWriter(data, manifest, len(taps) * target.cfg.embed)
+    return DatasetWriter(data, about | manifest, len(taps) * target.cfg.embed)
+
+
+def _read(path: Path, target: Target) -> list[dict]:
+    responses = collect.read_responses(path, target.identity)
+    if not responses:
+        raise DatasetError(f"{path} has no responses; nothing to make a dataset of")
+    return responses
 
 
 def _features(
-    args: argparse.Namespace, target: Target, path: Path, writer: DatasetWriter
+    args: argparse.Namespace,
+    target: Target,
+    responses: Sequence[dict],
+    writer: DatasetWriter,
 ) -> None:
-    responses = collect.read_responses(path)
     with bar("features", len(responses)) as update:
         collect.add_features(
             target,
@@ -127,20 +170,24 @@ def _features(
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if args.command == "data":
+        answers = ("dtype", "max_length", "max_new_tokens")
+        about = _about(args.about) | {key: getattr(args, key) for key in answers}
         prompts = collect.read_prompts(args.prompts, args.seed)
         target = load_target(args.target, args.dtype)
         responses = args.out / "responses.jsonl"
         # Opened first: another dataset is refused before it takes hours of responses.
-        with _writer(args, target, args.out) as writer:
+        with _writer(args, target, args.out, about) as writer:
             _respond(args, prompts, target, responses)
-            _features(args, target, responses, writer)
+            _features(args, target, _read(responses, target), writer)
     elif args.command == "respond":
         prompts = collect.read_prompts(args.prompts, args.seed)
         _respond(args, prompts, load_target(args.target, args.dtype), args.out)
     elif args.command == "features":
+        about = _about(args.about)
         target = load_target(args.target, jnp.bfloat16)
-        with _writer(args, target, args.data) as writer:
-            _features(args, target, args.responses, writer)
+        responses = _read(args.responses, target)
+        with _writer(args, target, args.data, about) as writer:
+            _features(args, target, responses, writer)
     elif args.command == "run":
         given = {"data": args.data, "out": args.out, "steps": args.steps}
         overrides = {k: v for k, v in given.items() if v is not None}

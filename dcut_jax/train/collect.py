@@ -6,8 +6,10 @@ once more, many positions at a time, and writes tokens and tapped hidden states 
 format of `train.data`.
 """
 
+import gzip
 import json
 import random
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -66,14 +68,28 @@ def respond(
     max_length: int,
     max_new_tokens: int,
     on_progress: Callable[[int, int], None] | None = None,
-) -> None:
+) -> int:
     """Appends the target's greedy answer to every prompt that `out` lacks.
 
-    A line is `{"source", "prompt", "response", "finish"}`, token ids with the chat
-    template applied. Prompts too long for `max_length` are left out.
+    A line is `{"target", "source", "prompt", "response", "finish"}`: the target's
+    identity, and token ids with the chat template applied.
+
+    Returns:
+      How many prompts were left out because `max_length` has no room for them and
+      `max_new_tokens`.
+
+    Raises:
+      CheckpointError: the target has no tokenizer.
+      DatasetError: `out` is compressed, is damaged, or has answers of another target.
     """
     text = target.text()
-    answered = {tuple(d["prompt"]) for d in read_responses(out)}
+    if out.suffix == ".gz":
+        raise DatasetError(
+            f"{out} is compressed, and answers are appended line by line; unpack it "
+            f"and name the unpacked file"
+        )
+    there = read_responses(out, target.identity) if out.exists() else []
+    answered = {tuple(d["prompt"]) for d in there}
     _cut_unfinished_line(out)
     engine = Engine(
         Models(target.cfg, None, {"target": target.params}),
@@ -82,7 +98,7 @@ def respond(
     )
     waiting: Iterator[Prompt] = iter(prompts)
     running: list[tuple[Prompt, tuple[int, ...], Completion]] = []
-    exhausted, done = False, 0
+    exhausted, done, left_out = False, 0, 0
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("a") as file:
         while not exhausted or running:
@@ -92,8 +108,10 @@ def respond(
                     exhausted = True
                     break
                 ids = tuple(text.chat([{"role": "user", "content": prompt.text}]))
-                if ids in answered or len(ids) + max_new_tokens > max_length:
+                too_long = len(ids) + max_new_tokens > max_length
+                if ids in answered or too_long:
                     done += 1
+                    left_out += ids not in answered
                     continue
                 request = Request(ids, max_new_tokens, text.eos_ids)
                 running.append((prompt, ids, engine.admit(engine.prefill(request))))
@@ -103,6 +121,7 @@ def respond(
             running = [r for r in running if r[2].finish == "running"]
             for prompt, ids, completion in finished:
                 line = {
+                    "target": target.identity,
                     "source": prompt.source,
                     "prompt": list(ids),
                     "response": completion.tokens,
@@ -116,6 +135,7 @@ def respond(
                     on_progress(done, len(prompts))
     if on_progress:
         on_progress(done, len(prompts))
+    return left_out
 
 
 def _cut_unfinished_line(path: Path) -> None:
@@ -125,29 +145,50 @@ def _cut_unfinished_line(path: Path) -> None:
             file.truncate(file.read().rfind(b"\n") + 1)
 
 
-def read_responses(path: Path) -> list[dict]:
+def read_responses(path: Path, target: str | None = None) -> list[dict]:
     """Complete lines of a response file; an unfinished last line is passed over.
 
+    Args:
+      path: what `respond` wrote, or that packed by gzip (`.gz`).
+      target: identity of the target whose answers are expected. Lines that do not say
+        whose they are, as earlier versions wrote them, are accepted.
+
     Raises:
-      DatasetError: a line is not a response; names file and line.
+      DatasetError: there is no such file, it is damaged, or a line is not a response,
+        or one of another target; names file and line.
     """
-    if not path.exists():
-        return []
+    if not path.is_file():
+        raise DatasetError(
+            f"{path} does not exist; `python -m dcut_jax.train respond` makes responses"
+        )
     found = []
-    with path.open() as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.endswith("\n"):
-                break  # still being written
-            try:
-                response = json.loads(line)
-                _ = response["prompt"] + response["response"]
-            except (json.JSONDecodeError, KeyError, TypeError) as e:
-                raise DatasetError(
-                    f"{path}:{number}: expected a JSON object with token lists "
-                    f"`prompt` and `response`, found {line[:60]!r}"
-                ) from e
-            found.append(response)
+    try:
+        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.endswith("\n"):
+                    break  # still being written
+                found.append(_parse_response(line, f"{path}:{number}", target))
+    except (EOFError, gzip.BadGzipFile, zlib.error) as e:
+        raise DatasetError(f"{path} is damaged: {e}; fetch it anew") from e
     return found
+
+
+def _parse_response(line: str, where: str, target: str | None) -> dict:
+    try:
+        response = json.loads(line)
+        _ = response["prompt"] + response["response"]
+    except (json.JSONDecodeError, KeyError, TypeError) as e:
+        raise DatasetError(
+            f"{where}: expected a JSON object with token lists `prompt` and "
+            f"`response`, found {line[:60]!r}"
+        ) from e
+    theirs = response.get("target")
+    if None not in (target, theirs) and theirs != target:
+        raise DatasetError(
+            f"{where}: expected answers of target {target}, found one of {theirs}; "
+            f"name that target, or another file"
+        )
+    return response
 
 
 def add_features(

@@ -16,6 +16,7 @@ writer opens the directory again. Readers may open it while it grows; they keep 
 they saw.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -38,6 +39,19 @@ MANIFEST, TOKENS, FEATURES, INDEX = (
 
 class DatasetError(ValueError):
     """A dataset that is missing, damaged, or not what its user expects."""
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, str]:
+    """Keys in which two JSON objects differ, each with a text that has both values."""
+
+    def value(of: Mapping[str, Any], key: str) -> str:
+        return json.dumps(of[key]) if key in of else "absent"
+
+    return {
+        key: f"{key} ({value(there, key)} there, {value(here, key)} here)"
+        for key in sorted(there.keys() | here.keys())
+        if (key in there) != (key in here) or there[key] != here[key]
+    }
 
 
 def _read_index(path: Path) -> np.ndarray:
@@ -72,13 +86,12 @@ class DatasetWriter:
         full = json.loads(json.dumps(full))
         if (self.path / MANIFEST).exists():
             there = json.loads((self.path / MANIFEST).read_text())
-            differ = sorted(
-                k for k in there.keys() | full.keys() if there.get(k) != full.get(k)
-            )
+            differ = differences(there, full)
             if differ:
                 raise DatasetError(
                     f"{self.path} holds another dataset; its manifest differs in "
-                    f"{', '.join(differ)}; write to a fresh directory"
+                    f"{', '.join(differ.values())}; go on with what it was made with, "
+                    f"or write to a fresh directory"
                 )
         else:
             (self.path / MANIFEST).write_text(json.dumps(full, indent=1) + "\n")
@@ -112,7 +125,11 @@ class DatasetWriter:
     def append(
         self, tokens: Any, prompt_len: int, features: np.ndarray | None = None
     ) -> None:
-        """Adds one document: prompt and response, and features of every position."""
+        """Adds one document: prompt and response, and features of every position.
+
+        Raises:
+          DatasetError: its lengths do not fit each other, or the dataset's channels.
+        """
         token_S = np.asarray(tokens, "<i4")
         if not 0 < prompt_len <= token_S.size:
             raise DatasetError(
@@ -218,6 +235,20 @@ class Dataset:
         end = np.minimum(self.index[:, 2], length)
         return np.flatnonzero(end - 1 > self.index[:, 1])
 
+    def draws(self, seed: int) -> np.ndarray:
+        """A number in [0, 1) for each document, uniform over prompts, `[documents]`.
+
+        It is a hash of seed and prompt, so it depends neither on a document's place nor
+        on the others: what is chosen by `draws(seed) < fraction` stays chosen however
+        the dataset grows, and documents of one prompt are chosen together.
+        """
+        out = np.empty(len(self))
+        for i, (start, prompt_len, _) in enumerate(self.index):
+            digest = hashlib.sha256(f"{seed};".encode())
+            digest.update(self.tokens[start : start + prompt_len].tobytes())
+            out[i] = int.from_bytes(digest.digest()[:6], "big") / 2**48
+        return out
+
     def counts(self, vocab: int) -> np.ndarray:
         """How often each token occurs, `[vocab]`."""
         return np.bincount(self.tokens, minlength=vocab)
@@ -234,6 +265,9 @@ def draw_blocks(
 
     An anchor is a position of the response that has a successor. Drawn without
     replacement, in order; a document with fewer than `anchors` has the rest invalid.
+
+    Raises:
+      DatasetError: the dataset has no features.
     """
     if data.features is None:
         raise DatasetError(f"{data.path} has no features; write it with channels > 0")

@@ -27,17 +27,21 @@ from jaxtyping import Array, Float, Int
 from dcut_jax.config import ConfigError, DrafterConfig, LayerType, ModelConfig
 from dcut_jax.models import drafter, params
 from dcut_jax.models.dense import head_VE
-from dcut_jax.train.data import Dataset, DatasetError, documents_of_step, draw_blocks
-from dcut_jax.train.loss import Blocks, Shortlist, block_loss, block_matches
-from dcut_jax.weights.dflash import (
-    check_pair,
-    default_taps,
-    load_drafter,
-    save_drafter,
+from dcut_jax.train.data import (
+    Dataset,
+    DatasetError,
+    differences,
+    documents_of_step,
+    draw_blocks,
 )
+from dcut_jax.train.loss import Blocks, Shortlist, block_loss, block_matches
+from dcut_jax.weights.dflash import check_pair, default_taps, load_drafter
 from dcut_jax.weights.load import load_target
 
 CONFIG = "config.json"
+# What a run may be resumed with other values of: where things lie, and how often it
+# says and saves something.
+MAY_CHANGE = {"data", "out", "init", "log_every", "eval_every", "save_every"}
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,8 @@ class TrainConfig:
       data: a dataset directory (`train.data`), with features.
       out: directory of the run: checkpoints, log.
       mask_token: an unused row of the target's embedding.
-      init: an exported drafter to start from; empty for random parameters.
+      init: an exported drafter to start from; empty for random parameters. Keep the
+        seed of the run that made it, or it has trained on what is now held out.
       layers: of the drafter; heads and widths are the target's.
       target_layers: taps; empty for `taps` of them evenly spaced.
       block: full block, anchor included.
@@ -61,7 +66,13 @@ class TrainConfig:
       shortlist_frequent: how many of them are the dataset's most frequent; those
         beyond these and the labels are drawn at random.
       compute_dtype: what products read; parameters and sums are float32.
-      eval_docs: documents held out, the first ones of the dataset.
+      steps: length of the run; fixed once begun, for the learning rate follows a
+        cosine over them.
+      eval_fraction: of the prompts, drawn by a hash of seed and prompt, whose
+        documents are held out. So a document that is held out stays so however the
+        dataset grows, and no prompt is on both sides.
+      eval_docs: how many of the held-out documents are evaluated, at most: those with
+        the smallest hashes, so a dataset that grows may change which.
     """
 
     # Where things lie makes no difference to what is compiled.
@@ -90,6 +101,7 @@ class TrainConfig:
     clip: float = 1.0
     log_every: int = 20
     eval_every: int = 500
+    eval_fraction: float = 0.05
     eval_docs: int = 64
     eval_anchors: int = 16
     save_every: int = 500
@@ -109,6 +121,10 @@ class TrainConfig:
                 f"shortlist_frequent {self.shortlist_frequent} exceeds shortlist "
                 f"{self.shortlist}"
             )
+        if not 0 <= self.eval_fraction < 1:
+            raise ConfigError(
+                f"eval_fraction {self.eval_fraction} must lie in 0..1, 1 excluded"
+            )
 
 
 def read_config(
@@ -120,10 +136,15 @@ def read_config(
       ConfigError: a key is unknown or missing, or a value is out of range.
     """
     raw = tomllib.loads(Path(path).read_text()) | (overrides or {})
-    return _from_json(raw, str(path))
+    return config_from_json(raw, str(path))
 
 
-def _from_json(raw: dict[str, Any], path: str) -> TrainConfig:
+def config_from_json(raw: dict[str, Any], path: str) -> TrainConfig:
+    """A config from the keys of its file.
+
+    Raises:
+      ConfigError: a key is unknown or missing, or a value is out of range.
+    """
     fields = {f.name: f for f in dataclasses.fields(TrainConfig)}
     unknown = sorted(raw.keys() - fields.keys())
     if unknown:
@@ -144,7 +165,11 @@ def _from_json(raw: dict[str, Any], path: str) -> TrainConfig:
 
 
 def make_drafter_config(cfg: TrainConfig, target: ModelConfig) -> DrafterConfig:
-    """A drafter with the target's layer shape, full attention throughout."""
+    """A drafter with the target's layer shape, full attention throughout.
+
+    Raises:
+      ConfigError: the mask token is outside the target's vocabulary.
+    """
     full: LayerType = "full_attention"
     drafter_cfg = DrafterConfig(
         vocab=target.vocab,
@@ -313,6 +338,11 @@ class Trainer:
     """A run: everything that does not change from step to step, and what does.
 
     Holding it apart from the loop lets tests step it by hand.
+
+    Raises:
+      ConfigError: `init` is another drafter than the run's.
+      DatasetError: the dataset has features of other layers, or too few documents to
+        train on or to hold some out.
     """
 
     def __init__(
@@ -339,14 +369,7 @@ class Trainer:
             if target_head_VE is embed_VE
             else target_head_VE.astype(dtype)
         )
-        usable = data.usable(cfg.length)
-        self.held_out = usable[usable < cfg.eval_docs]
-        self.usable = usable[usable >= cfg.eval_docs]
-        if not len(self.usable):
-            raise DatasetError(
-                f"{data.path} has {len(data)} documents, of which {cfg.eval_docs} are "
-                f"held out; none is left to train on"
-            )
+        self.usable, self.held_out = split(data, cfg)
         counts = data.counts(target_cfg.vocab)
         self.frequent = np.argsort(-counts, kind="stable")[: cfg.shortlist_frequent]
         self.state = init_state(self.drafter_cfg, make_optimizer(cfg), cfg.seed)
@@ -402,9 +425,11 @@ class Trainer:
         Returns:
           `accepted`: mean accepted length, the anchor's token included, of the longest
           matching prefix; `slots`: per slot, how often it matches where all before it
-          did. Blocks that reach past the end of their document do not count.
+          did; `blocks`: how many blocks that is over. They are the same for all of the
+          run's widths: those whose document goes on for the widest.
         """
         cfg = self.cfg
+        widest = max((width, *cfg.widths))
         # The same blocks every time.
         rng = np.random.default_rng((cfg.seed, 2))
         reached = np.zeros(width, np.int64)
@@ -415,7 +440,7 @@ class Trainer:
             # One shape for all: the last batch repeats itself, and is cut below.
             full = np.resize(some, cfg.docs)
             blocks = draw_blocks(self.data, full, cfg.eval_anchors, cfg.length, rng)
-            match, there = compiled_matches(
+            match, _ = compiled_matches(
                 self.state.params,
                 self.drafter_cfg,
                 self.embed_VE,
@@ -424,19 +449,27 @@ class Trainer:
                 width,
                 jnp.dtype(cfg.compute_dtype),
             )
-            whole = np.asarray(there)[: len(some), :, -1]
-            prefix = np.cumprod(np.asarray(match)[: len(some)][whole], axis=-1)
+            reaches_NA = blocks.anchor_NA + widest < blocks.length_N[:, None]
+            counted_NA = np.asarray(blocks.valid_NA & reaches_NA)
+            counted_NA[len(some) :] = False
+            prefix = np.cumprod(np.asarray(match)[counted_NA], axis=-1)
             count += len(prefix)
             matched += prefix.sum(axis=0)
             reached += np.concatenate([[len(prefix)], prefix.sum(axis=0)[:-1]])
         accepted = 1 + matched.sum() / max(count, 1)
         return {
             "accepted": float(accepted),
+            "blocks": count,
             "slots": [round(float(s), 3) for s in matched / np.maximum(reached, 1)],
         }
 
     def run(self, on_record: Callable[[dict[str, Any]], None] | None = None) -> None:
-        """Trains from the last checkpoint, or from the start, to the last step."""
+        """Trains from the last checkpoint, or from the start, to the last step.
+
+        Raises:
+          ConfigError: the checkpoint is of a run with another config; see
+            `check_same_run`.
+        """
         cfg = self.cfg
         out = Path(cfg.out).resolve()
         out.mkdir(parents=True, exist_ok=True)
@@ -449,6 +482,8 @@ class Trainer:
                 on_record(entry)
 
         with checkpoints(out) as manager, stop_on_sigterm() as stopped, log:
+            if manager.latest_step() is not None:
+                check_same_run(cfg, out / CONFIG)
             self.state = restore(manager, self.state)
             (out / CONFIG).write_text(
                 json.dumps(dataclasses.asdict(cfg), indent=1) + "\n"
@@ -482,6 +517,76 @@ class Trainer:
             manager.wait_until_finished()
 
 
+def split(data: Dataset, cfg: TrainConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Documents to train on, and those to evaluate, which are apart from them.
+
+    Raises:
+      DatasetError: nothing is left to train on, or nothing is held out though the
+        config asks for it.
+    """
+    usable = data.usable(cfg.length)
+    draw = data.draws(cfg.seed)[usable]
+    held = draw < cfg.eval_fraction
+    if held.all():
+        raise DatasetError(
+            f"{data.path} has {len(data)} documents, {len(usable)} of them with an "
+            f"anchor in their first {cfg.length} tokens, of which {held.sum()} are "
+            f"held out; none is left to train on; collect more, or lower eval_fraction"
+        )
+    if cfg.eval_fraction and not held.any():
+        raise DatasetError(
+            f"{data.path} has {len(usable)} usable documents, and at eval_fraction "
+            f"{cfg.eval_fraction} none of them is held out; raise it, or set it to 0 "
+            f"to train without evaluation"
+        )
+    evaluated = usable[held][np.argsort(draw[held])][: cfg.eval_docs]
+    return usable[~held], evaluated
+
+
+def read_run(path: Path) -> dict[str, Any]:
+    """The config that a run stored.
+
+    Raises:
+      ConfigError: the file is missing, or is not JSON.
+    """
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist; is this a training run?")
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+
+
+def check_same_run(cfg: TrainConfig, path: Path) -> None:
+    """Refuses to go on with a run that was begun with another config.
+
+    Where things lie, and how often the run logs, evaluates and saves, may differ.
+    Anything else changes what is trained or compared, `steps` too: the learning rate
+    follows a cosine over them.
+
+    Args:
+      path: the config that the run stored.
+
+    Raises:
+      ConfigError: naming each field that differs, with both values.
+    """
+    there = read_run(path)
+    differ = differences(there, json.loads(json.dumps(dataclasses.asdict(cfg))))
+    differ = {name: text for name, text in differ.items() if name not in MAY_CHANGE}
+    if not differ:
+        return
+    why = ""
+    if "steps" in differ:
+        why += "; the learning rate follows a cosine over `steps`"
+    if differ.keys() - there.keys():
+        why += "; what is absent there only the version that began the run can continue"
+    raise ConfigError(
+        f"{path.parent} has a checkpoint of a run with another config; it differs in "
+        f"{', '.join(differ.values())}{why}; go on with the values of {path}, or name "
+        f"another `out`"
+    )
+
+
 def format_record(entry: dict[str, Any]) -> str:
     """One line for people."""
     return "  ".join(f"{k} {v}" for k, v in entry.items())
@@ -509,36 +614,27 @@ def restore(manager: ocp.CheckpointManager, like: TrainState) -> TrainState:
 
 
 def make_trainer(cfg: TrainConfig) -> Trainer:
-    """A trainer with target and data as the config names them."""
+    """A trainer with target and data as the config names them.
+
+    Raises:
+      CheckpointError: there is no such target.
+      ConfigError: the drafter does not go with the target, or `init` with the drafter.
+      DatasetError: the dataset is missing, damaged, another target's, of other layers,
+        or too small.
+    """
+    data = Dataset.open(cfg.data)
     target = load_target(cfg.target, jnp.bfloat16)
+    theirs = data.manifest.get("target", target.identity)
+    if theirs != target.identity:
+        raise DatasetError(
+            f"{cfg.data}: expected features of target {cfg.target}, which is "
+            f"{target.identity}, found those of {theirs}; name the target that the "
+            f"dataset was made with, or make one with this target"
+        )
     return Trainer(
         cfg,
         target.cfg,
         target.params["embed_VE"],
         head_VE(target.params),
-        Dataset.open(cfg.data),
+        data,
     )
-
-
-def export(run: str | Path, out: str | Path) -> int:
-    """Writes a run's latest parameters in the published layout, in bfloat16.
-
-    Returns:
-      The step they are from.
-
-    Raises:
-      ConfigError: the run has no checkpoint.
-    """
-    run = Path(run).resolve()
-    if not (run / CONFIG).is_file():
-        raise ConfigError(f"{run / CONFIG} does not exist; is this a training run?")
-    cfg = _from_json(json.loads((run / CONFIG).read_text()), str(run / CONFIG))
-    target = load_target(cfg.target, jnp.bfloat16)
-    drafter_cfg = make_drafter_config(cfg, target.cfg)
-    like = init_state(drafter_cfg, make_optimizer(cfg), cfg.seed)
-    with checkpoints(run) as manager:
-        if manager.latest_step() is None:
-            raise ConfigError(f"{run} has no checkpoint; train first")
-        state = restore(manager, like)
-    save_drafter(out, drafter_cfg, state.params, jnp.bfloat16)
-    return int(state.step)

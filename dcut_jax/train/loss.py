@@ -40,7 +40,7 @@ class Blocks:
 
 
 def labels(
-    cfg: DrafterConfig, blocks: Blocks, width: int
+    blocks: Blocks, width: int
 ) -> tuple[Int[Array, "N A K"], Bool[Array, "N A K"]]:
     """The token each draft slot should propose, and whether there is one."""
     first = blocks.anchor_NA[..., None] + 1
@@ -256,7 +256,7 @@ def block_loss(
     hidden_NAKE = block_hidden(
         cast(params, compute_dtype), cfg, embed_VE, blocks, width, compute_dtype
     )
-    label_NAK, there_NAK = labels(cfg, blocks, width)
+    label_NAK, there_NAK = labels(blocks, width)
     head_ME, bias_M = head_VE, None
     if shortlist is not None:
         bias_M = shortlist.bias_M
@@ -292,7 +292,7 @@ def block_matches(
     hidden_NAKE = block_hidden(
         cast(params, compute_dtype), cfg, embed_VE, blocks, width, compute_dtype
     )
-    label_NAK, there_NAK = labels(cfg, blocks, width)
+    label_NAK, there_NAK = labels(blocks, width)
     head = head_VE.astype(compute_dtype)
     # One document at a time: logits of all would not fit.
     draft_NAK = lax.map(lambda h: jnp.argmax(logits(h, head), axis=-1), hidden_NAKE)

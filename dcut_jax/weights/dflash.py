@@ -7,12 +7,10 @@ head is stored, for both are the target's.
 Source: DFlash (arXiv 2602.06036) and the checkpoints published with it.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -22,36 +20,18 @@ from dcut_jax.config import (
     LayerType,
     ModelConfig,
     read_rope,
+    rope_json,
 )
-from dcut_jax.models.drafter import specs
-from dcut_jax.models.params import ParamSpec, flatten_names
 from dcut_jax.weights.errors import CheckpointError
-from dcut_jax.weights.safetensors_io import read_tensors, write_tensors
+from dcut_jax.weights.hf import CONFIG, WEIGHTS, write_checkpoint
+from dcut_jax.weights.json_io import read_json
+from dcut_jax.weights.names import Scheme, assemble, publish
+from dcut_jax.weights.safetensors_io import read_tensors
 
 ARCHITECTURE = "DFlashDraftModel"
-WEIGHTS = "model.safetensors"
-
-_TOP = {
-    "fc_CE": "fc.weight",
-    "hidden_norm_E": "hidden_norm.weight",
-    "norm_E": "norm.weight",
-}
-_LAYER = {
-    "attention_norm_E": "input_layernorm.weight",
-    "mlp_norm_E": "post_attention_layernorm.weight",
-    "q_EHD": "self_attn.q_proj.weight",
-    "k_EGD": "self_attn.k_proj.weight",
-    "v_EGD": "self_attn.v_proj.weight",
-    "o_HDE": "self_attn.o_proj.weight",
-    "q_norm_D": "self_attn.q_norm.weight",
-    "k_norm_D": "self_attn.k_norm.weight",
-    "gate_EF": "mlp.gate_proj.weight",
-    "up_EF": "mlp.up_proj.weight",
-    "down_FE": "mlp.down_proj.weight",
-}
 
 # Tensors of relatives that compute something else, by a part of their names.
-_VARIANTS = {
+_RELATIVES = {
     "qkv_proj": "a drafter with fused q, k and v projections",
     "g_proj": "a drafter with gated attention (Laguna)",
     "aux_hidden_norms": "a drafter with one norm per tap (Laguna)",
@@ -63,6 +43,12 @@ _VARIANTS = {
     "candidate_selector": "DFlash2",
     "encoder.": "a drafter with an encoder (Muse)",
 }
+DFLASH = Scheme(
+    "dflash",
+    model="a DFlash drafter of {cfg.layers} layers",
+    prefix="model.",
+    relatives=_RELATIVES,
+)
 
 
 def default_taps(count: int, depth: int) -> tuple[int, ...]:
@@ -182,16 +168,6 @@ def _read_fields(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def config_json(cfg: DrafterConfig, dtype: jnp.dtype) -> dict[str, Any]:
     """The published form of a drafter's description, RoPE in both its forms."""
-    rope: dict[str, Any] = {"rope_type": "default"}
-    if cfg.rope.scaling is not None:
-        s = cfg.rope.scaling
-        rope = {
-            "rope_type": "llama3",
-            "factor": s.factor,
-            "low_freq_factor": s.low_freq_factor,
-            "high_freq_factor": s.high_freq_factor,
-            "original_max_position_embeddings": s.original_max_position,
-        }
     published_causal = tuple(t == "sliding_attention" for t in cfg.layer_types)
     causal: bool | list[bool] | None
     if cfg.causal == published_causal:
@@ -222,9 +198,7 @@ def config_json(cfg: DrafterConfig, dtype: jnp.dtype) -> dict[str, Any]:
         "num_key_value_heads": cfg.kv_heads,
         "num_target_layers": cfg.target_depth,
         "rms_norm_eps": cfg.norm_eps,
-        "rope_theta": cfg.rope.theta,
-        "rope_scaling": None if cfg.rope.scaling is None else rope,
-        "rope_parameters": {"rope_theta": cfg.rope.theta} | rope,
+        **rope_json(cfg.rope),
         "sliding_window": cfg.window,
         "use_sliding_window": cfg.window is not None,
         "tie_word_embeddings": False,
@@ -232,89 +206,9 @@ def config_json(cfg: DrafterConfig, dtype: jnp.dtype) -> dict[str, Any]:
     }
 
 
-def _published_name(ours: str) -> str:
-    if ours in _TOP:
-        return _TOP[ours]
-    _, layer, leaf = ours.split(".")
-    return f"layers.{layer}.{_LAYER[leaf]}"
-
-
-def _published_shape(spec: ParamSpec) -> tuple[int, ...]:
-    """Linear weights are `[out, in]`; norms are as they are."""
-    if spec.fan_in is None:
-        return spec.shape
-    return (int(np.prod(spec.shape)) // spec.fan_in, spec.fan_in)
-
-
-def _variant(name: str) -> str:
-    for part, what in _VARIANTS.items():
-        if part in name:
-            return f" (this is {what}, which is not supported)"
-    return ""
-
-
-def from_published(
-    tensors: Mapping[str, np.ndarray],
-    cfg: DrafterConfig,
-    dtype: jnp.dtype,
-    where: str,
-) -> dict[str, Any]:
-    """Parameters from tensors under their published names, `model.` prefix or not.
-
-    Raises:
-      CheckpointError: naming file and tensor, where one is surplus, missing, double or
-        of another shape than the config says.
-    """
-    found: dict[str, np.ndarray] = {}
-    for full_name, value in tensors.items():
-        name = full_name.removeprefix("model.")
-        if name in found:
-            raise CheckpointError(f"{where}: tensor {name} is there twice")
-        found[name] = value
-    flat = flatten_names(specs(cfg))
-    wanted = {_published_name(ours): spec for ours, spec in flat.items()}
-    surplus = sorted(found.keys() - wanted.keys())
-    if surplus:
-        raise CheckpointError(
-            f"{where}: tensor {surplus[0]} is not part of a DFlash drafter of "
-            f"{cfg.layers} layers{_variant(surplus[0])}; {len(surplus)} such tensors"
-        )
-    missing = sorted(wanted.keys() - found.keys())
-    if missing:
-        raise CheckpointError(
-            f"{where}: tensor {missing[0]} is missing; {len(missing)} such tensors"
-        )
-    for name, spec in wanted.items():
-        if found[name].shape != _published_shape(spec):
-            raise CheckpointError(
-                f"{where}: tensor {name} is {list(found[name].shape)}, the config says "
-                f"{list(_published_shape(spec))}"
-            )
-
-    def take(ours: str) -> jax.Array:
-        spec, value = flat[ours], found[_published_name(ours)]
-        return jnp.asarray(value.T.reshape(spec.shape), dtype)
-
-    layer_names = specs(cfg)["layers"][0]
-    return {ours: take(ours) for ours in _TOP} | {
-        "layers": tuple(
-            {leaf: take(f"layers.{i}.{leaf}") for leaf in layer_names}
-            for i in range(cfg.layers)
-        )
-    }
-
-
 def to_published(params: dict[str, Any], cfg: DrafterConfig) -> dict[str, np.ndarray]:
-    """Tensors under their published names; the inverse of `from_published`."""
-    out = {}
-    for ours, spec in flatten_names(specs(cfg)).items():
-        value: Any = params
-        for part in ours.split("."):
-            value = value[int(part)] if part.isdigit() else value[part]
-        shape = _published_shape(spec)
-        matrix = np.asarray(value).reshape(shape[::-1]).T
-        out[_published_name(ours)] = np.ascontiguousarray(matrix)
-    return out
+    """Tensors under their published names."""
+    return publish(params, cfg, DFLASH)
 
 
 def load_drafter(
@@ -326,20 +220,15 @@ def load_drafter(
       ConfigError: `config.json` is incomplete, contradictory or of another kind.
       CheckpointError: a file is missing, or the weights do not fit the config.
     """
-    config_path = Path(directory) / "config.json"
-    weights_path = Path(directory) / WEIGHTS
+    config_path, weights_path = Path(directory) / CONFIG, Path(directory) / WEIGHTS
     for path in (config_path, weights_path):
         if not path.is_file():
             raise CheckpointError(
-                f"{path} does not exist; a DFlash drafter has config.json and {WEIGHTS}"
+                f"{path} does not exist; a DFlash drafter has {CONFIG} and {WEIGHTS}"
             )
-    try:
-        raw = json.loads(config_path.read_text())
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{config_path} is not JSON: {error}") from error
-    cfg = drafter_config(raw, str(config_path))
+    cfg = drafter_config(read_json(config_path), str(config_path))
     tensors = read_tensors(weights_path)
-    return cfg, from_published(tensors, cfg, dtype, str(weights_path))
+    return cfg, assemble(tensors, cfg, DFLASH, dtype, str(weights_path))
 
 
 def save_drafter(
@@ -349,15 +238,11 @@ def save_drafter(
     dtype: jnp.dtype,
 ) -> None:
     """Writes a drafter that `load_drafter` and the published runtimes read."""
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    tensors = to_published(params, cfg)
-    write_tensors(
-        directory / WEIGHTS,
-        {name: value.astype(jnp.dtype(dtype)) for name, value in tensors.items()},
-    )
-    text = json.dumps(config_json(cfg, dtype), indent=1)
-    (directory / "config.json").write_text(text + "\n")
+    tensors = {
+        name: value.astype(jnp.dtype(dtype))
+        for name, value in to_published(params, cfg).items()
+    }
+    write_checkpoint(directory, config_json(cfg, dtype), tensors)
 
 
 def check_pair(target: ModelConfig, drafter: DrafterConfig) -> None:

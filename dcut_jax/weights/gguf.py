@@ -185,26 +185,14 @@ def _shortest(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def params_from_gguf(
-    file: GgufFile, cfg: ModelConfig, dtype: DTypeLike
-) -> dict[str, Any]:
-    """Dequantises every tensor, rounding once, to `dtype`.
-
-    Raises:
-      CheckpointError: naming file and tensor, where one is surplus, missing, of
-        another shape or of a type that cannot be dequantised.
-    """
-    scheme = _SCHEMES[file.require("general.architecture")]
-    return assemble(file, cfg, scheme, dtype, str(file.path))
-
-
-def load_gguf(path: str | Path, dtype: DTypeLike) -> tuple[ModelConfig, dict[str, Any]]:
-    """Loads a dense target from a GGUF file.
+def load_gguf(file: GgufFile, dtype: DTypeLike) -> tuple[ModelConfig, dict[str, Any]]:
+    """Loads a dense target; every tensor is dequantised, rounding once, to `dtype`.
 
     Raises:
       ConfigError: the metadata describes a model that is not supported.
-      CheckpointError: the file is missing, truncated, or its tensors do not fit.
+      CheckpointError: naming file and tensor, where one is surplus, missing, of
+        another shape or of a type that cannot be dequantised.
     """
-    file = GgufFile(Path(path))
     cfg = config_from_gguf(file)
-    return cfg, params_from_gguf(file, cfg, dtype)
+    scheme = _SCHEMES[file.require("general.architecture")]
+    return cfg, assemble(file, cfg, scheme, dtype, str(file.path))

@@ -1,17 +1,18 @@
 """Reads and writes targets in Hugging Face's layout: `config.json`, safetensors."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from dcut_jax.config import ConfigError, ModelConfig, model_config_from_hf
+from dcut_jax.config import ConfigError, ModelConfig, model_config_from_hf, rope_json
 from dcut_jax.weights.errors import CheckpointError
+from dcut_jax.weights.json_io import read_json
 from dcut_jax.weights.names import HF, assemble, publish
 from dcut_jax.weights.safetensors_io import TensorFiles, read_tensors, write_tensors
-from dcut_jax.weights.tokenizer import read_json
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -95,17 +96,7 @@ def load_hf(
 
 
 def hf_config(cfg: ModelConfig, dtype: DTypeLike) -> dict[str, Any]:
-    """The `config.json` of a target, RoPE in the forms of transformers 4 and 5."""
-    scaling: dict[str, Any] | None = None
-    if (s := cfg.rope.scaling) is not None:
-        scaling = {
-            "rope_type": "llama3",
-            "factor": s.factor,
-            "low_freq_factor": s.low_freq_factor,
-            "high_freq_factor": s.high_freq_factor,
-            "original_max_position_embeddings": s.original_max_position,
-        }
-    parameters = {"rope_theta": cfg.rope.theta} | (scaling or {"rope_type": "default"})
+    """The `config.json` of a target, for transformers 4 and 5."""
     architecture = "Qwen3ForCausalLM" if cfg.qk_norm else "LlamaForCausalLM"
     return {
         "architectures": [architecture],
@@ -121,20 +112,24 @@ def hf_config(cfg: ModelConfig, dtype: DTypeLike) -> dict[str, Any]:
         "num_hidden_layers": cfg.layers,
         "num_key_value_heads": cfg.kv_heads,
         "rms_norm_eps": cfg.norm_eps,
-        "rope_theta": cfg.rope.theta,
-        "rope_scaling": scaling,
-        "rope_parameters": parameters,
+        **rope_json(cfg.rope),
         "tie_word_embeddings": cfg.tied,
         "vocab_size": cfg.vocab,
     }
 
 
-def save_hf(directory: str | Path, cfg: ModelConfig, params: dict[str, Any]) -> None:
-    """Writes a checkpoint that `load_hf` and transformers read, in params' dtype."""
+def write_checkpoint(
+    directory: str | Path, config: Mapping[str, Any], tensors: Mapping[str, Any]
+) -> None:
+    """Writes `config.json` and one file of weights."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    write_tensors(
-        directory / WEIGHTS, publish(params, cfg, HF), metadata={"format": "pt"}
-    )
-    config = hf_config(cfg, params["embed_VE"].dtype)
+    # transformers refuses metadata that names no format.
+    write_tensors(directory / WEIGHTS, tensors, metadata={"format": "pt"})
     (directory / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+
+
+def save_hf(directory: str | Path, cfg: ModelConfig, params: dict[str, Any]) -> None:
+    """Writes a checkpoint that `load_hf` and transformers read, in params' dtype."""
+    config = hf_config(cfg, params["embed_VE"].dtype)
+    write_checkpoint(directory, config, publish(params, cfg, HF))

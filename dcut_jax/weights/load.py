@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from dcut_jax.config import ModelConfig
 from dcut_jax.weights.errors import CheckpointError
-from dcut_jax.weights.gguf import GgufFile, config_from_gguf, params_from_gguf
+from dcut_jax.weights.gguf import GgufFile, load_gguf
 from dcut_jax.weights.hf import CONFIG, load_hf, weight_files
 from dcut_jax.weights.tokenizer import (
     TextTokenizer,
@@ -134,10 +134,10 @@ def _check_vocabulary(cfg: ModelConfig, tokenizer: TextTokenizer) -> TextTokeniz
 
 def _load_gguf(path: Path, name: str, dtype: DTypeLike) -> Target:
     file = GgufFile(path)
-    cfg = config_from_gguf(file)
+    cfg, params = load_gguf(file, dtype)
     return Target(
         cfg=cfg,
-        params=params_from_gguf(file, cfg, dtype),
+        params=params,
         tokenizer=_check_vocabulary(cfg, tokenizer_from_gguf(file)),
         name=name,
         identity=fingerprint([path]),

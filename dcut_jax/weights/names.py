@@ -1,20 +1,20 @@
 """One table of tensor names, used to read and to write, and a strict assembler.
 
 Owners of the published names: Hugging Face transformers (`LlamaForCausalLM`,
-`Qwen3ForCausalLM`) and llama.cpp (GGUF architectures `llama` and `qwen3`).
+`Qwen3ForCausalLM`), llama.cpp (GGUF architectures `llama` and `qwen3`) and the z-lab
+DFlash checkpoints (`DFlashDraftModel`).
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from dcut_jax.config import ModelConfig
-from dcut_jax.models.dense import specs
+from dcut_jax.config import DrafterConfig, ModelConfig
+from dcut_jax.models import dense, drafter
 from dcut_jax.models.params import ParamSpec, flatten_names
 from dcut_jax.weights.errors import CheckpointError
 
@@ -26,39 +26,43 @@ Layout = Literal["as_is", "linear", "rotary"]
 
 @dataclass(frozen=True)
 class Name:
-    """One parameter; `{i}` stands for the layer."""
+    """One parameter; `{i}` stands for the layer, "" where a kind of file lacks it."""
 
     ours: str
-    hf: str
-    gguf: str
     layout: Layout
+    hf: str = ""
+    gguf: str = ""
+    dflash: str = ""
 
 
-_LAYER: tuple[tuple[str, str, str, Layout], ...] = (
-    ("attention_norm_E", "input_layernorm", "attn_norm", "as_is"),
-    ("mlp_norm_E", "post_attention_layernorm", "ffn_norm", "as_is"),
-    ("q_EHD", "self_attn.q_proj", "attn_q", "rotary"),
-    ("k_EGD", "self_attn.k_proj", "attn_k", "rotary"),
-    ("v_EGD", "self_attn.v_proj", "attn_v", "linear"),
-    ("o_HDE", "self_attn.o_proj", "attn_output", "linear"),
-    ("q_norm_D", "self_attn.q_norm", "attn_q_norm", "as_is"),
-    ("k_norm_D", "self_attn.k_norm", "attn_k_norm", "as_is"),
-    ("gate_EF", "mlp.gate_proj", "ffn_gate", "linear"),
-    ("up_EF", "mlp.up_proj", "ffn_up", "linear"),
-    ("down_FE", "mlp.down_proj", "ffn_down", "linear"),
+_LAYER: tuple[tuple[str, Layout, str, str], ...] = (
+    ("attention_norm_E", "as_is", "input_layernorm", "attn_norm"),
+    ("mlp_norm_E", "as_is", "post_attention_layernorm", "ffn_norm"),
+    ("q_EHD", "rotary", "self_attn.q_proj", "attn_q"),
+    ("k_EGD", "rotary", "self_attn.k_proj", "attn_k"),
+    ("v_EGD", "linear", "self_attn.v_proj", "attn_v"),
+    ("o_HDE", "linear", "self_attn.o_proj", "attn_output"),
+    ("q_norm_D", "as_is", "self_attn.q_norm", "attn_q_norm"),
+    ("k_norm_D", "as_is", "self_attn.k_norm", "attn_k_norm"),
+    ("gate_EF", "linear", "mlp.gate_proj", "ffn_gate"),
+    ("up_EF", "linear", "mlp.up_proj", "ffn_up"),
+    ("down_FE", "linear", "mlp.down_proj", "ffn_down"),
 )
 TABLE = (
-    Name("embed_VE", "model.embed_tokens.weight", "token_embd.weight", "as_is"),
-    Name("norm_E", "model.norm.weight", "output_norm.weight", "as_is"),
-    Name("head_VE", "lm_head.weight", "output.weight", "as_is"),
+    Name("embed_VE", "as_is", "model.embed_tokens.weight", "token_embd.weight"),
+    Name("head_VE", "as_is", "lm_head.weight", "output.weight"),
+    Name("norm_E", "as_is", "model.norm.weight", "output_norm.weight", "norm.weight"),
+    Name("fc_CE", "linear", dflash="fc.weight"),
+    Name("hidden_norm_E", "as_is", dflash="hidden_norm.weight"),
     *(
         Name(
             f"layers.{{i}}.{ours}",
+            layout,
             f"model.layers.{{i}}.{hf}.weight",
             f"blk.{{i}}.{gguf}.weight",
-            layout,
+            f"layers.{{i}}.{hf}.weight",
         )
-        for ours, hf, gguf, layout in _LAYER
+        for ours, layout, hf, gguf in _LAYER
     ),
 )
 _BY_OURS = {name.ours: name for name in TABLE}
@@ -70,14 +74,25 @@ class Scheme:
 
     Attributes:
       column: which names of the table it uses.
+      model: what it holds, for messages; a format of `cfg`.
       paired: rows of a q or k head are stored as pairs `(2i, 2i + 1)`; ours are
         `(i, i + D/2)`.
+      prefix: what may stand before a name, or may not.
       ignored: ends of names of buffers that hold no weights.
+      relatives: models that compute something else, by a part of a tensor's name.
     """
 
-    column: Literal["hf", "gguf"]
+    column: Literal["hf", "gguf", "dflash"]
+    model: str = "this model ({cfg.layers} layers, q/k norm {cfg.qk_norm})"
     paired: bool = False
+    prefix: str = ""
     ignored: tuple[str, ...] = ()
+    relatives: Mapping[str, str] = field(default_factory=dict)
+
+    def name(self, ours: str, layer: str = "") -> str:
+        """The published name of a row of the table, "" if it has none here."""
+        published: str = getattr(_BY_OURS[ours], self.column)
+        return published.format(i=layer)
 
 
 HF = Scheme("hf", ignored=("rotary_emb.inv_freq",))
@@ -121,33 +136,30 @@ class Slot:
             value = pairs.swapaxes(1, 2).reshape(value.shape)
         return value.T.reshape(self.spec.shape)
 
-    def write(self, value: np.ndarray, paired: bool) -> np.ndarray:
-        """The published array of one of ours."""
+    def write(self, value: np.ndarray) -> np.ndarray:
+        """The published array of one of ours; rows are not paired."""
         if self.layout == "as_is":
             return value
-        value = value.reshape(self.published_shape[::-1]).T
-        if self.layout == "rotary" and paired:
-            _, H, D = self.spec.shape
-            halves = value.reshape(H, 2, D // 2, -1)
-            value = halves.swapaxes(1, 2).reshape(value.shape)
-        return np.ascontiguousarray(value)
+        return np.ascontiguousarray(value.reshape(self.published_shape[::-1]).T)
 
 
-def slots(cfg: ModelConfig, scheme: Scheme) -> dict[str, Slot]:
+def _specs(cfg: ModelConfig | DrafterConfig) -> dict[str, Any]:
+    return drafter.specs(cfg) if isinstance(cfg, DrafterConfig) else dense.specs(cfg)
+
+
+def slots(cfg: ModelConfig | DrafterConfig, scheme: Scheme) -> dict[str, Slot]:
     """Every tensor that a checkpoint of `cfg` has, by its published name."""
     out = {}
-    for ours, spec in flatten_names(specs(cfg)).items():
+    for ours, spec in flatten_names(_specs(cfg)).items():
         top, *rest = ours.split(".")
-        layer, leaf = rest if rest else (None, None)
-        name = _BY_OURS[ours if leaf is None else f"{top}.{{i}}.{leaf}"]
-        published = getattr(name, scheme.column).format(i=layer)
-        out[published] = Slot(ours, spec, name.layout)
+        layer, row = (rest[0], f"{top}.{{i}}.{rest[1]}") if rest else ("", top)
+        out[scheme.name(row, layer)] = Slot(ours, spec, _BY_OURS[row].layout)
     return out
 
 
-def _tree(flat: dict[str, Any], cfg: ModelConfig) -> dict[str, Any]:
+def _tree(flat: dict[str, Any], cfg: ModelConfig | DrafterConfig) -> dict[str, Any]:
     """The nested form of dotted names; the inverse of `flatten_names`."""
-    shape = specs(cfg)
+    shape = _specs(cfg)
     tree = {name: flat[name] for name in shape if name != "layers"}
     tree["layers"] = tuple(
         {leaf: flat[f"layers.{i}.{leaf}"] for leaf in layer}
@@ -156,9 +168,23 @@ def _tree(flat: dict[str, Any], cfg: ModelConfig) -> dict[str, Any]:
     return tree
 
 
+def _stored_names(tensors: TensorSource, scheme: Scheme) -> dict[str, str]:
+    """Names as they are stored, by name without the prefix."""
+    stored: dict[str, str] = {}
+    for full_name in tensors:
+        name = full_name.removeprefix(scheme.prefix)
+        if name in stored:
+            raise CheckpointError(
+                f"{tensors.file_of(full_name)}: tensor {name} is there twice"
+            )
+        if not name.endswith(scheme.ignored):
+            stored[name] = full_name
+    return stored
+
+
 def assemble(
     tensors: TensorSource,
-    cfg: ModelConfig,
+    cfg: ModelConfig | DrafterConfig,
     scheme: Scheme,
     dtype: DTypeLike,
     where: str,
@@ -174,59 +200,59 @@ def assemble(
     Raises:
       CheckpointError: naming file and tensor.
     """
-    wanted = slots(cfg, scheme)
-    found = [n for n in tensors if not n.endswith(scheme.ignored or ("\0",))]
-    head, table = (
-        getattr(_BY_OURS[ours], scheme.column) for ours in ("head_VE", "embed_VE")
-    )
-    missing = sorted(wanted.keys() - set(found))
-    if missing:
-        hint = (
-            "; is the head tied? The config says it is not" if head in missing else ""
+    wanted, stored = slots(cfg, scheme), _stored_names(tensors, scheme)
+    head, table = scheme.name("head_VE"), scheme.name("embed_VE")
+    tied = isinstance(cfg, ModelConfig) and cfg.tied
+    surplus = sorted(stored.keys() - wanted.keys() - ({head} if tied else set()))
+    if surplus:
+        first = surplus[0]
+        known = [what for part, what in scheme.relatives.items() if part in first]
+        hint = f" (this is {known[0]}, which is not supported)" if known else ""
+        raise CheckpointError(
+            f"{tensors.file_of(stored[first])}: tensor {first} is not part of "
+            f"{scheme.model.format(cfg=cfg)}{hint}; {len(surplus)} such tensors"
         )
+    missing = sorted(wanted.keys() - stored.keys())
+    if missing:
+        hint = "; is the head tied? The config says it is not"
         raise CheckpointError(
             f"{where}: tensor {missing[0]} is missing, {len(missing)} of "
-            f"{len(wanted)} in all{hint}"
-        )
-    surplus = sorted(set(found) - wanted.keys() - ({head} if cfg.tied else set()))
-    if surplus:
-        raise CheckpointError(
-            f"{tensors.file_of(surplus[0])}: tensor {surplus[0]} is not part of this "
-            f"model ({cfg.layers} layers, q/k norm {cfg.qk_norm}); "
-            f"{len(surplus)} such tensors"
+            f"{len(wanted)} in all{hint if head in missing else ''}"
         )
 
-    def check_shape(name: str, value: np.ndarray, expected: tuple[int, ...]) -> None:
-        if value.shape != expected:
+    def take(name: str, slot: Slot) -> np.ndarray:
+        value = tensors[stored[name]]
+        if value.shape != slot.published_shape:
             raise CheckpointError(
-                f"{tensors.file_of(name)}: tensor {name} has shape "
-                f"{list(value.shape)}, expected {list(expected)} by the config"
+                f"{tensors.file_of(stored[name])}: tensor {name} has shape "
+                f"{list(value.shape)}, expected {list(slot.published_shape)} by the "
+                f"config"
             )
+        return value
 
-    if cfg.tied and head in found:
-        value = tensors[head]
-        check_shape(head, value, wanted[table].published_shape)
-        if not np.array_equal(value, tensors[table]):
+    if tied and head in stored:
+        value = take(head, wanted[table])
+        if not np.array_equal(value, tensors[stored[table]]):
             raise CheckpointError(
-                f"{tensors.file_of(head)}: tensor {head} differs from {table}, but the "
-                f"config ties them; set tie_word_embeddings to false if it is separate"
+                f"{tensors.file_of(stored[head])}: tensor {head} differs from {table}, "
+                f"but the config ties them; set tie_word_embeddings to false if it is "
+                f"separate"
             )
-
-    def take(name: str, slot: Slot) -> jax.Array:
-        value = tensors[name]
-        check_shape(name, value, slot.published_shape)
+    flat = {}
+    for name, slot in wanted.items():
+        value = slot.read(take(name, slot), scheme.paired)
         # A copy: the value may be a view of the file.
-        return jnp.array(slot.read(value, scheme.paired), jnp.dtype(dtype))
-
-    return _tree({slot.ours: take(name, slot) for name, slot in wanted.items()}, cfg)
+        flat[slot.ours] = jnp.array(value, jnp.dtype(dtype))
+    return _tree(flat, cfg)
 
 
 def publish(
-    params: dict[str, Any], cfg: ModelConfig, scheme: Scheme
+    params: dict[str, Any], cfg: ModelConfig | DrafterConfig, scheme: Scheme
 ) -> dict[str, np.ndarray]:
     """Tensors under their published names; the inverse of `assemble`."""
+    assert not scheme.paired, scheme  # such files are read only
     flat = flatten_names(params)
     return {
-        name: slot.write(np.asarray(flat[slot.ours]), scheme.paired)
+        name: slot.write(np.asarray(flat[slot.ours]))
         for name, slot in slots(cfg, scheme).items()
     }

@@ -86,11 +86,11 @@ def write_tensors(
 
     Args:
       tensors: NumPy or JAX arrays, stored in the dtype they have.
-      metadata: strings for the header.
+      metadata: strings for the header, which has no such block where it is None.
     """
     path = Path(path)
     partial = path.with_name(path.name + ".partial")
     # Contiguous, since the writer copies memory as it lies.
     arrays = {n: np.ascontiguousarray(np.asarray(t)) for n, t in tensors.items()}
-    save_file(arrays, partial, metadata=dict(metadata or {}))
+    save_file(arrays, partial, metadata=None if metadata is None else dict(metadata))
     os.replace(partial, path)

@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from dcut_jax.config import ConfigError
 from dcut_jax.weights.errors import CheckpointError
 from dcut_jax.weights.gguf import GgufFile
+from dcut_jax.weights.json_io import read_json
 
 _QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
@@ -69,8 +70,10 @@ class TextTokenizer:
         """
         if self.template is None:
             raise ConfigError(
-                f"{self.where}: there is no chat template; send a plain text instead, "
-                f"or use an instruction-tuned checkpoint"
+                f"{self.where}: there is no chat template; supply one (beside a "
+                f"tokenizer.json: chat_template.jinja, or `chat_template` in "
+                f"tokenizer_config.json; in GGUF: `tokenizer.chat_template`), or use "
+                f"an instruction-tuned checkpoint"
             )
         try:
             return _environment.from_string(self.template).render(
@@ -187,27 +190,6 @@ def tokenizer_from_gguf(file: GgufFile) -> TextTokenizer:
 
 def _unique(*ids: int | None) -> tuple[int, ...]:
     return tuple(dict.fromkeys(i for i in ids if i is not None))
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object of a checkpoint.
-
-    Raises:
-      CheckpointError: naming the file, which is missing, broken or holds no object.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} does not exist") from error
-    except ValueError as error:
-        raise CheckpointError(
-            f"{path} is truncated or not JSON: {error}; fetch it again"
-        ) from error
-    if not isinstance(value, dict):
-        raise CheckpointError(
-            f"{path} holds a JSON {type(value).__name__}; expected an object"
-        )
-    return value
 
 
 def _optional_json(path: Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """From prompts to a dataset: order, resumption, and features that are the target's."""
 
+import gzip
 import json
 
 import jax
@@ -64,6 +65,9 @@ def test_data_from_prompts_and_again_after_a_kill(tiny, tmp_path):
     assert len(data) == len(lines)
     assert data.manifest["taps"] == [1, 2, 3]
 
+    assert {line["target"] for line in lines} == {"identity"}
+    assert data.manifest.keys() == command.RESERVED
+
     # Greedy answers, and features of the same documents, in the order of the lines.
     @jax.jit
     def read(token_NS):
@@ -92,6 +96,11 @@ def test_data_from_prompts_and_again_after_a_kill(tiny, tmp_path):
     assert {p.name: p.read_bytes() for p in out.iterdir()} == files
     with pytest.raises(DatasetError, match="differs in licence"):
         collect_data(every, out, "--about", '{"licence": "MIT"}')
+    for flag, value in [("dtype", "bfloat16"), ("max-length", 33)]:
+        with pytest.raises(DatasetError, match=f"differs in {flag.replace('-', '_')}"):
+            collect_data(every, out, f"--{flag}", str(value))
+    with pytest.raises(DatasetError, match=r"max_new_tokens \(6 there, 5 here\)"):
+        collect_data(every, out, "--max-new-tokens", "5")
     assert responses.read_bytes() == files["responses.jsonl"]
 
 
@@ -127,12 +136,91 @@ def test_broken_lines_are_named(tmp_path, what, line):
         readers[what]()
 
 
-def test_prompts_that_are_too_long_are_left_out_and_counted(tiny, tmp_path):
+def test_prompts_that_are_too_long_are_left_out_and_counted(
+    tiny, tmp_path, capsys, monkeypatch
+):
     prompts = [collect.Prompt(t, "here") for t in TEXTS[:2]]
     options = {"slots": 4, "max_new_tokens": 6, "max_length": 13}
     seen = []
     out = tmp_path / "responses.jsonl"
     progress = {"on_progress": lambda *p: seen.append(p)}
-    collect.respond(tiny, prompts, out, **options, **progress)
+    assert collect.respond(tiny, prompts, out, **options, **progress) == 2
     assert collect.read_responses(out) == []
     assert seen[-1] == (2, 2)
+
+    monkeypatch.setattr(collect, "respond", lambda *_, **__: 2)
+    some = prompt_file(tmp_path / "some.jsonl", TEXTS[:2])
+    flags = ["--max-length", "13", "--max-new-tokens", "6"]
+    command.main(["respond", some, "--out", str(out), *flags])
+    assert "left out 2 prompts longer than 7 tokens" in capsys.readouterr().out
+
+
+def response_file(path, *lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+OLD = {"prompt": [1, 2], "response": [3]}
+OURS, THEIRS = OLD | {"target": "identity"}, OLD | {"target": "other"}
+
+
+def test_answers_of_different_targets_are_not_mixed(tiny, tmp_path):
+    path = response_file(tmp_path / "responses.jsonl", OLD, OURS)
+    assert collect.read_responses(path, "identity") == [OLD, OURS]
+    assert collect.read_responses(path) == [OLD, OURS]
+    response_file(path, OLD, THEIRS)
+    before = path.read_bytes()
+    data = tmp_path / "data"
+    some = prompt_file(tmp_path / "some.jsonl", TEXTS[:1])
+    for argv in (["respond", some, "--out", path], ["features", path, data]):
+        message = r"responses\.jsonl:2: expected answers of target identity, .* other"
+        with pytest.raises(DatasetError, match=message):
+            command.main([str(word) for word in argv])
+    assert path.read_bytes() == before
+    assert not data.exists()
+
+
+def test_packed_responses(tiny, tmp_path):
+    path = tmp_path / "responses.jsonl.gz"
+    text = "".join(json.dumps(line) + "\n" for line in (OLD, OURS))
+    path.write_bytes(gzip.compress(text.encode()))
+    assert collect.read_responses(path) == [OLD, OURS]
+    options = {"slots": 4, "max_new_tokens": 6, "max_length": 32}
+    with pytest.raises(DatasetError, match="is compressed.*unpack it"):
+        collect.respond(tiny, [], path, **options)
+    whole = path.read_bytes()
+    for broken in (whole[:-9], b"no gzip", whole[:20] + b"\xff" * 20 + whole[40:]):
+        path.write_bytes(broken)
+        with pytest.raises(DatasetError, match=r"responses\.jsonl\.gz is damaged"):
+            collect.read_responses(path)
+
+
+def test_features_of_responses_that_are_not_there(tiny, tmp_path):
+    data = tmp_path / "data"
+    with pytest.raises(DatasetError, match=r"typo\.jsonl does not exist; .* respond"):
+        command.main(["features", str(tmp_path / "typo.jsonl"), str(data)])
+    empty = response_file(tmp_path / "empty.jsonl")
+    with pytest.raises(DatasetError, match=r"empty\.jsonl has no responses"):
+        command.main(["features", str(empty), str(data)])
+    assert not data.exists()
+
+
+@pytest.mark.parametrize(
+    ("about", "message"),
+    [
+        (
+            '{"target": "mine", "dtype": "int8", "licence": "MIT"}',
+            "names dtype, target,",
+        ),
+        ("[1]", r"expected a JSON object, found '\[1\]'"),
+        ("licence", "expected a JSON object, found 'licence'"),
+    ],
+)
+def test_about_says_nothing_of_what_the_manifest_says_itself(tmp_path, about, message):
+    out = tmp_path / "data"
+    some = prompt_file(tmp_path / "some.jsonl", TEXTS[:1])
+    with pytest.raises(DatasetError, match=f"--about:? {message}"):
+        collect_data(some, out, "--about", about)
+    with pytest.raises(DatasetError, match=f"--about:? {message}"):
+        command.main(["features", some, str(out), "--about", about])
+    assert not out.exists()

@@ -31,6 +31,11 @@ def write(path, docs, **options):
             writer.append(tokens, prompt_len, features)
 
 
+def draws(path, docs, seed=0):
+    write(path, docs)
+    return Dataset.open(path).draws(seed)
+
+
 def same(path, docs):
     data = Dataset.open(path)
     assert len(data) == len(docs)
@@ -93,8 +98,10 @@ def test_what_is_appended_is_readable_before_close(tmp_path):
 def test_refusals(tmp_path):
     docs = documents(2)
     write(tmp_path, docs)
-    with pytest.raises(DatasetError, match="differs in target"):
-        DatasetWriter(tmp_path, ABOUT | {"target": "other"}, channels=6)
+    other = ABOUT | {"target": "other", "dtype": "float32"}
+    message = r'in dtype \(absent there, "float32" here\), target \("tiny" there, "oth'
+    with pytest.raises(DatasetError, match=message):
+        DatasetWriter(tmp_path, other, channels=6)
     with pytest.raises(DatasetError, match="differs in channels"):
         DatasetWriter(tmp_path, ABOUT, channels=5)
     with DatasetWriter(tmp_path, ABOUT, channels=6) as writer:
@@ -132,6 +139,23 @@ def test_anchors_are_legal(tmp_path):
         # From the response's first token to the last that has a successor.
         assert set(anchors) <= set(range(prompt_len, size - 1))
         assert len(set(anchors)) == len(anchors) == min(6, size - 1 - prompt_len)
+
+
+def test_a_draw_depends_on_seed_and_prompt_alone(tmp_path):
+    docs = documents(300)
+    docs = [(np.r_[i, t], p + 1, np.r_[f[:1], f]) for i, (t, p, f) in enumerate(docs)]
+    drawn = draws(tmp_path / "some", docs[:200])
+    assert np.all((drawn >= 0) & (drawn < 1))
+    # Uniform: within four standard deviations of the mean of 200.
+    assert abs(drawn.mean() - 0.5) < 4 * (1 / 12 / 200) ** 0.5
+    # Neither more documents nor another order changes it, nor another response.
+    np.testing.assert_array_equal(draws(tmp_path / "more", docs)[:200], drawn)
+    back = draws(tmp_path / "back", docs[199::-1])
+    np.testing.assert_array_equal(back[::-1], drawn)
+    tokens, prompt_len, features = docs[0]
+    longer = [(np.r_[tokens, 7], prompt_len, np.r_[features, features[:1]])]
+    assert draws(tmp_path / "longer", longer)[0] == drawn[0]
+    assert not np.any(draws(tmp_path / "seed", docs[:200], seed=1) == drawn)
 
 
 def test_an_epoch_visits_every_document_once():

@@ -151,8 +151,8 @@ def test_the_gradient_of_a_product_is_that_of_autodiff(contract):
 
 
 def test_labels_stop_at_the_end_of_the_document(case):
-    cfg, _, blocks, said = case
-    token_NAK, there_NAK = labels(cfg, blocks, 7)
+    _, _, blocks, said = case
+    token_NAK, there_NAK = labels(blocks, 7)
     for n, anchors in enumerate(said["anchors"]):
         for a, anchor in enumerate(anchors):
             want = said["tokens"][n][anchor + 1 : anchor + 8]

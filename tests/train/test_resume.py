@@ -1,8 +1,14 @@
 """A run that is stopped and resumed ends where an unbroken one does, bit for bit."""
 
+import hashlib
+import json
 import os
+import re
+import shutil
 import signal
-from dataclasses import replace
+import subprocess
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +17,21 @@ import pytest
 
 from dcut_jax.config import ConfigError
 from dcut_jax.models.dense import head_VE
+from dcut_jax.train import loop
 from dcut_jax.train.__main__ import main
-from dcut_jax.train.data import Dataset, DatasetError
-from dcut_jax.train.loop import TrainConfig, Trainer, make_shortlist, read_config
-from dcut_jax.train.loss import Blocks
-from dcut_jax.weights.dflash import load_drafter
+from dcut_jax.train.data import Dataset, DatasetError, DatasetWriter
+from dcut_jax.train.export import describe, versions
+from dcut_jax.train.loop import (
+    TrainConfig,
+    Trainer,
+    check_same_run,
+    make_shortlist,
+    make_trainer,
+    read_config,
+)
+from dcut_jax.train.loss import Blocks, labels
+from dcut_jax.weights.dflash import load_drafter, save_drafter
+from dcut_jax.weights.load import load_target
 
 
 @pytest.fixture
@@ -40,6 +56,7 @@ def config(golden, dataset, tmp_path):
         lr=2e-3,
         log_every=1,
         eval_every=6,
+        eval_fraction=0.2,
         eval_docs=6,
         eval_anchors=2,
         save_every=2,
@@ -68,7 +85,13 @@ def test_stopped_and_resumed_equals_unbroken(config, target, tmp_path):
     first = trainer(config, target)
     first.run(stop_after(3))
     assert int(first.state.step) == 3
-    second = trainer(config, target)
+    # With another config it is refused, and nothing is touched; with other intervals
+    # it goes on.
+    stored = Path(config.out, "config.json").read_bytes()
+    with pytest.raises(ConfigError, match=r"in gamma \(4\.0 there, 5\.0 here\)"):
+        trainer(replace(config, gamma=5.0), target).run()
+    assert Path(config.out, "config.json").read_bytes() == stored
+    second = trainer(replace(config, save_every=3), target)
     second.run()
 
     assert int(second.state.step) == config.steps
@@ -84,18 +107,38 @@ def test_stopped_and_resumed_equals_unbroken(config, target, tmp_path):
     want = jax.tree.map(lambda p: p.astype(jnp.float32), stored)
     jax.tree.map(np.testing.assert_array_equal, params, want)
 
+    text = (tmp_path / "drafter" / "manifest.json").read_text()
+    assert str(tmp_path) not in text
+    manifest = json.loads(text)
+    assert (manifest["name"], manifest["step"]) == ("drafter", config.steps)
+    made_for = load_target(config.target)
+    assert manifest["target"] == {"name": "target", "identity": made_for.identity}
+    for name, digest in manifest["files"].items():
+        written = (tmp_path / "drafter" / name).read_bytes()
+        assert digest == hashlib.sha256(written).hexdigest()
+    assert manifest["files"].keys() == {"config.json", "model.safetensors"}
+    here = {"target": "target", "data": Path(config.data).name, "out": "run"}
+    assert manifest["training"] == json.loads(
+        json.dumps(asdict(config) | here | {"save_every": 3})
+    )
+    assert manifest["data"]["documents"] == 100
+    assert manifest["versions"]["jax"] == jax.__version__
+
 
 @pytest.mark.slow
 def test_training_learns_progressions(config, target):
     steps, width = 150, 7
     more = replace(config, layers=2, docs=8, anchors=12, steps=steps)
-    more = replace(more, shortlist=0, shortlist_frequent=0)
-    run = trainer(replace(more, widths=(width,)), target)
+    more = replace(more, shortlist=0, shortlist_frequent=0, widths=(width,))
+    # Of progressions that no training document begins with; enough blocks for a mean.
+    run = trainer(replace(more, eval_docs=99, eval_anchors=12), target)
     before = run.evaluate(width)["accepted"]
     for _ in range(steps):
         run.step()
     assert before < 1.2
-    assert run.evaluate(width)["accepted"] > 3.0
+    after = run.evaluate(width)
+    assert after["blocks"] > 100
+    assert after["accepted"] > 2.0
 
 
 def test_a_shortlist_holds_every_label_and_no_word_twice():
@@ -121,9 +164,171 @@ def test_features_of_other_layers_are_refused(config, target):
         trainer(replace(config, target_layers=(0, 2, 3)), target)
 
 
-def test_nothing_left_to_train_on(config, target):
-    with pytest.raises(DatasetError, match="100 documents, of which 100 are held out"):
-        trainer(replace(config, eval_docs=100), target)
+def test_nothing_left_to_train_on_or_to_hold_out(config, target):
+    with pytest.raises(DatasetError, match="100 documents.* of which 100 are held out"):
+        trainer(replace(config, eval_fraction=0.9999), target)
+    with pytest.raises(DatasetError, match="none of them is held out"):
+        trainer(replace(config, eval_fraction=1e-6), target)
+    assert len(trainer(replace(config, eval_fraction=0.0), target).usable) == 100
+
+
+def test_what_is_held_out_stays_held_out_as_the_dataset_grows(config, target, tmp_path):
+    data = Dataset.open(config.data)
+    grown = trainer(config, target)
+    with DatasetWriter(tmp_path / "early", {}, channels=192) as writer:
+        for i in range(40):
+            doc = data.document(i)
+            writer.append(doc.tokens, doc.prompt_len, doc.features)
+    early = trainer(replace(config, data=str(tmp_path / "early"), eval_docs=99), target)
+    every = trainer(replace(config, eval_docs=99), target)
+
+    held = set(early.held_out.tolist())
+    assert held
+    assert held == {i for i in every.held_out.tolist() if i < 40}
+    for run in (grown, every):
+        assert not held & set(run.usable.tolist())
+    assert sorted([*every.usable, *every.held_out]) == list(range(100))
+    # Fewer are evaluated than are held out, and no more documents are trained on.
+    assert len(grown.held_out) == config.eval_docs < len(every.held_out)
+    np.testing.assert_array_equal(grown.usable, every.usable)
+    # One prompt, one side.
+    prompts = [
+        {tuple(data.document(i).tokens[:8].tolist()) for i in side}
+        for side in (every.usable, every.held_out)
+    ]
+    assert not prompts[0] & prompts[1]
+    # Not the first of the dataset, and another seed holds out others.
+    assert max(every.held_out) > 50
+    other = trainer(replace(config, eval_docs=99, seed=1), target)
+    assert set(other.held_out) != set(every.held_out)
+
+
+def test_widths_are_compared_on_the_same_blocks(config, target, monkeypatch):
+    def right(params, cfg, embed_VE, head_VE, blocks, width, dtype):
+        there_NAK = np.asarray(labels(blocks, width)[1])
+        return there_NAK, there_NAK
+
+    monkeypatch.setattr(loop, "compiled_matches", right)
+    more = replace(config, widths=(2, 7), width_weights=(0.5, 0.5), eval_anchors=12)
+    run = trainer(more, target)
+    narrow, wide = run.evaluate(2), run.evaluate(7)
+    assert (narrow["accepted"], wide["accepted"]) == (3, 8)
+    rng = np.random.default_rng((config.seed, 2))
+    want = 0
+    for first in (0, 4):
+        docs = np.resize(run.held_out[first : first + 4], 4)
+        blocks = loop.draw_blocks(run.data, docs, 12, config.length, rng)
+        for n in range(min(4, len(run.held_out) - first)):
+            anchors = blocks.anchor_NA[n][blocks.valid_NA[n]]
+            want += sum(int(a) + 7 < blocks.length_N[n] for a in anchors)
+    assert narrow["blocks"] == wide["blocks"] == want > 0
+
+
+def test_a_run_goes_on_with_its_own_config_alone(config, tmp_path):
+    path = tmp_path / "run" / "config.json"
+    with pytest.raises(ConfigError, match="is this a training run"):
+        check_same_run(config, path)
+    path.parent.mkdir()
+    path.write_text("{")
+    with pytest.raises(ConfigError, match="is not JSON"):
+        check_same_run(config, path)
+    stored = json.loads(json.dumps(asdict(config)))
+    path.write_text(json.dumps(stored))
+    check_same_run(config, path)
+    elsewhere = {"data": "d", "out": "o", "init": "i"}
+    check_same_run(replace(config, **elsewhere, log_every=7, eval_every=9), path)
+
+    changes = {
+        "block": (16, "8 there, 16 here"),
+        "mask_token": (3, "100 there, 3 here"),
+        "length": (30, "40 there, 30 here"),
+        "widths": ((7,), r"\[5\] there, \[7\] here"),
+        "lr": (1.0, "0.002 there, 1.0 here"),
+        "target": ("smollm2", ".*target.* there, .smollm2. here"),
+        "steps": (7, r"6 there, 7 here\); the learning rate follows a cosine over"),
+    }
+    for name, (value, message) in changes.items():
+        with pytest.raises(ConfigError, match=rf"differs in {name} \({message}"):
+            check_same_run(replace(config, **{name: value}), path)
+    both = replace(config, lr=1.0, gamma=1.0)
+    with pytest.raises(ConfigError, match=r"gamma .*, lr .*; go on with .*config\.js"):
+        check_same_run(both, path)
+    # Runs of earlier versions held out other documents.
+    del stored["eval_fraction"]
+    path.write_text(json.dumps(stored))
+    with pytest.raises(ConfigError, match=r"eval_fraction \(absent there, 0\.2 here\)"):
+        check_same_run(config, path)
+
+
+def test_features_of_another_target_are_refused(config, tmp_path):
+    path = tmp_path / "theirs"
+    with DatasetWriter(path, {"target": "another"}) as writer:
+        writer.append([1, 2, 3], 1)
+    ours = load_target(config.target).identity
+    with pytest.raises(DatasetError, match=f"which is {ours}, found those of another"):
+        make_trainer(replace(config, data=str(path)))
+
+
+def test_a_run_starts_from_an_exported_drafter(config, target, tmp_path):
+    first = trainer(config, target)
+    stored = jax.tree.map(lambda p: p + 0.125, first.state.params)
+    save_drafter(tmp_path / "drafter", first.drafter_cfg, stored, jnp.bfloat16)
+    begun = replace(config, init=str(tmp_path / "drafter"))
+    second = trainer(begun, target)
+    assert int(second.state.step) == 0
+    jax.tree.map(
+        lambda got, want: np.testing.assert_array_equal(
+            got, want.astype(jnp.bfloat16).astype(jnp.float32)
+        ),
+        second.state.params,
+        stored,
+    )
+    assert {p.dtype for p in jax.tree.leaves(second.state.params)} == {
+        jnp.dtype("float32")
+    }
+
+    message = re.escape(f"init {begun.init}: expected the drafter of this run, found ")
+    with pytest.raises(ConfigError, match=message + "another layers, layer_types"):
+        trainer(replace(begun, layers=2), target)
+    with pytest.raises(ConfigError, match=message + "another block"):
+        trainer(replace(begun, block=7), target)
+
+
+def test_a_manifest_says_only_what_is_known(config, target, tmp_path):
+    run = trainer(config, target)
+    save_drafter(tmp_path, run.drafter_cfg, run.state.params, jnp.bfloat16)
+    stored = asdict(replace(config, data="/no/such/data", init="/some/drafter"))
+    del stored["eval_fraction"]  # a run of an earlier version
+    manifest = describe(tmp_path, stored, load_target(config.target), 3)
+    assert "data" not in manifest
+    assert "eval_fraction" not in manifest["training"]
+    names = {k: manifest["training"][k] for k in ("target", "data", "out", "init")}
+    want = {"target": "target", "data": "data", "out": "run", "init": "drafter"}
+    assert names == want
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_commit_is_that_of_our_own_checkout(tmp_path):
+    def git(*words):
+        names = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+        command = ["git", *names, *words]
+        done = subprocess.run(
+            command, cwd=tmp_path / "clone", capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip()
+
+    package = tmp_path / "clone" / "dcut_jax"
+    installed = tmp_path / "clone" / "venv" / "dcut_jax"
+    for directory in (package, installed):
+        directory.mkdir(parents=True)
+    assert versions(package).keys() == {"dcut_jax", "jax"}
+    git("init", "-q")
+    git("commit", "-q", "--allow-empty", "-m", "first")
+    found = versions(package)
+    assert (found["commit"], found["dirty"]) == (git("rev-parse", "HEAD"), False)
+    assert versions(installed).keys() == {"dcut_jax", "jax"}
+    (package / "new.py").write_text("")
+    assert versions(package)["dirty"] is True
 
 
 def test_config_files(tmp_path):
@@ -138,6 +343,7 @@ def test_config_files(tmp_path):
         (plain + "widths = [3, 7]\n", "2 widths and 1 weights"),
         (plain + "widths = [16]\n", r"widths \[16\] must lie in 1\.\.15"),
         (plain + "shortlist_frequent = 9\n", "shortlist_frequent 9 exceeds"),
+        (plain + "eval_fraction = 1.0\n", r"eval_fraction 1\.0 must lie in 0\.\.1"),
     ]:
         path.write_text(text)
         with pytest.raises(ConfigError, match=message):
@@ -145,8 +351,6 @@ def test_config_files(tmp_path):
 
 
 def test_the_shipped_config_is_valid():
-    from pathlib import Path
-
     root = Path(__file__).parents[2]
     for path in sorted((root / "configs" / "train").glob("*.toml")):
         assert read_config(path).target

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from dcut_jax.config import ConfigError, Llama3Scaling, RopeConfig
@@ -74,6 +75,13 @@ def test_bfloat16_is_stored_as_bfloat16(tmp_path):
     jax.tree.map(
         np.testing.assert_array_equal, params, load_drafter(tmp_path, jnp.bfloat16)[1]
     )
+
+
+def test_a_saved_file_names_its_format(tmp_path):
+    cfg, params = load_drafter(GOLDEN / "full", jnp.float32)
+    save_drafter(tmp_path, cfg, params, jnp.float32)
+    with safe_open(tmp_path / "model.safetensors", framework="numpy") as file:
+        assert file.metadata() == {"format": "pt"}
 
 
 def test_every_option_of_the_config_survives(tmp_path):
@@ -193,18 +201,18 @@ def _rename(tensors, old, new):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop("fc.weight"), "tensor fc.weight is missing"),
+        (lambda t: t.pop("fc.weight"), "tensor fc.weight is missing, 1 of 36 in all$"),
         (
             lambda t: t.update({"layers.3.mlp.up_proj.weight": t["fc.weight"]}),
             "tensor layers.3.mlp.up_proj.weight is not part",
         ),
         (
             lambda t: t.update({"norm.weight": np.ones(63, np.float32)}),
-            r"tensor norm.weight is \[63\], the config says \[64\]",
+            r"tensor norm.weight has shape \[63\], expected \[64\] by the config",
         ),
         (
             lambda t: t.update({"fc.weight": np.ascontiguousarray(t["fc.weight"].T)}),
-            r"tensor fc.weight is \[192, 64\], the config says \[64, 192\]",
+            r"tensor fc.weight has shape \[192, 64\], expected \[64, 192\] by the",
         ),
         (
             lambda t: t.update({"model.fc.weight": t["fc.weight"]}),
@@ -245,6 +253,13 @@ def test_missing_and_broken_files(edit, file):
         load_drafter(directory, jnp.float32)
     (directory / file).unlink()
     with pytest.raises(CheckpointError, match=f"{file} does not exist"):
+        load_drafter(directory, jnp.float32)
+
+
+def test_a_config_that_is_no_object(edit):
+    directory = edit()
+    (directory / "config.json").write_text("[1]")
+    with pytest.raises(CheckpointError, match=r"config\.json holds a JSON list"):
         load_drafter(directory, jnp.float32)
 
 

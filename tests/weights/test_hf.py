@@ -6,6 +6,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from dcut_jax.config import Llama3Scaling, RopeConfig
@@ -158,3 +159,12 @@ def test_tensors_are_read_when_asked_for(tmp_path):
     np.testing.assert_array_equal(tensors["a"], value.T)
     assert tensors.file_of("b") == str(path)
     assert [p.name for p in tmp_path.iterdir()] == ["x.safetensors"]
+
+
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}])
+def test_the_header_has_the_metadata_given_and_none_by_itself(tmp_path, metadata):
+    path = tmp_path / "x.safetensors"
+    write_tensors(path, {"a": np.ones(2, np.float32)}, metadata=metadata)
+    with safe_open(path, framework="numpy") as file:
+        assert file.metadata() == metadata
+    assert (b"__metadata__" in path.read_bytes()) == (metadata is not None)
