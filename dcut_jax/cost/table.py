@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-VERSION = 1
+VERSION = 2
 HOW_TO_MEASURE = "measure one with `python -m dcut_jax.profile`"
 
 
@@ -31,6 +31,7 @@ class Fingerprint:
       dtype, draft_dtype, cache_dtype: of weights and caches.
       positions: cached positions of a slot.
       jax: version.
+      code: digest of the source that the measured steps are compiled from.
     """
 
     device_kind: str
@@ -45,6 +46,7 @@ class Fingerprint:
     cache_dtype: str
     positions: int
     jax: str
+    code: str
 
     def differences(self, other: "Fingerprint") -> list[str]:
         """`field: self, other` of every field that differs."""
@@ -86,7 +88,7 @@ class CostTable:
     @classmethod
     def empty(cls) -> "CostTable":
         """A table without cells, of nowhere; every look-up raises."""
-        nowhere = Fingerprint("", 0, "", (), "", "", "", "", "", "", 0, "")
+        nowhere = Fingerprint("", 0, "", (), "", "", "", "", "", "", 0, "", "")
         return cls(nowhere, {}, {}, {})
 
     def require(self, here: Fingerprint) -> "CostTable":

@@ -60,10 +60,10 @@ class WidthChooser:
     current step's drafts enters its own width.
 
     Every width is run once, the widest first. After that the best runs, and of the
-    others now and then the one that ran longest ago: without, nothing would be learnt
+    others now and then one that has not run for long: without, nothing would be learnt
     of the widths beyond the current one, nor of how far the others' predictions are to
-    be believed. Such a probe is paid for from a fixed share of the time, so one that
-    costs much is rare.
+    be believed. Probes are paid for from a fixed share of the time, an equal part for
+    each width, so one that costs much is rare.
 
     Attributes:
       widths: the ladder, rising. With 0 in it, a step of 0 promises exactly one token
@@ -81,7 +81,7 @@ class WidthChooser:
     _pooled: _Ratio = field(default_factory=_Ratio)
     _ran: dict[int, int] = field(default_factory=dict)
     _step: int = 0
-    _credit_ms: float = 0.0
+    _credit_ms: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.drafting or list(self.widths) != sorted(set(self.widths)):
@@ -115,14 +115,23 @@ class WidthChooser:
         if step < len(self.drafting):
             return self.drafting[-1 - step]
         best = max(self.widths, key=self.expected)
-        self._credit_ms += self.probe_share * self._mean_ms(best)
-        others = [w for w in self.drafting if w != best]
-        probe = min(others, key=self._ran.__getitem__, default=best)
-        due = step - self._ran.get(probe, step) >= self.probe_every
-        loss_ms = self._loss_ms(probe, best)
-        if not due or loss_ms > self._credit_ms:
+        earned_ms = self.probe_share * self._mean_ms(best) / len(self.drafting)
+        affordable = []
+        for w in self.drafting:
+            if w == best:
+                continue
+            # Each has its own purse: a cheap probe takes nothing from a dear one. It
+            # holds one probe, so that no burst follows a long calm spell.
+            loss_ms = self._loss_ms(w, best)
+            purse_ms = min(self._credit_ms.get(w, 0.0) + earned_ms, loss_ms)
+            self._credit_ms[w] = purse_ms
+            due = step - self._ran[w] >= self.probe_every
+            if due and purse_ms >= loss_ms:
+                affordable.append(w)
+        if not affordable:
             return best
-        self._credit_ms -= loss_ms
+        probe = min(affordable, key=self._ran.__getitem__)
+        self._credit_ms[probe] = 0.0
         return probe
 
     def _mean_ms(self, width: int) -> float:

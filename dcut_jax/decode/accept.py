@@ -48,7 +48,8 @@ def accept_greedy(
     return outcome, replace(
         state,
         anchor_B=jnp.where(state.active_B, newest_B, state.anchor_B),
-        length_B=state.length_B + count_B,
+        # A slot that ended has no context: attention reads as far as the longest.
+        length_B=jnp.where(finished_B, 0, state.length_B + count_B),
         room_B=room_B,
         active_B=state.active_B & ~finished_B,
     )

@@ -26,18 +26,18 @@ Executable = Callable[..., Any]
 class Compiler:
     """Compiles steps ahead of time and keeps them; nothing else in decoding compiles.
 
-    Engines of the same models may share one.
+    Engines of the same models may share one. Outside `prepare` its methods look up, and
+    raise RuntimeError for what was not prepared.
 
     Attributes:
-      count: executables compiled so far.
       seconds: time spent in `prepare`.
     """
 
     def __init__(self, models: S.Models, cache_dtype: Any) -> None:
         self.models = models
         self.cache_dtype = jnp.dtype(cache_dtype)
-        self.count = 0
         self.seconds = 0.0
+        self._preparing = False
         self._kept: dict[Any, Executable] = {}
         self._params = jax.tree.map(lambda x: _shape(x.shape, x.dtype), models.params)
 
@@ -63,18 +63,31 @@ class Compiler:
         Each job is a call of one of the methods below; no two may be the same.
         """
         start = time.perf_counter()
-        with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
-            for done in [pool.submit(job) for job in jobs]:
-                done.result()
+        self._preparing = True
+        try:
+            with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
+                for done in [pool.submit(job) for job in jobs]:
+                    done.result()
+        finally:
+            self._preparing = False
         self.seconds += time.perf_counter() - start
+
+    @property
+    def count(self) -> int:
+        """Executables compiled so far."""
+        return len(self._kept)
 
     def _get(self, key: Any, build: Callable[[], "_Step"]) -> Executable:
         if key not in self._kept:
+            if not self._preparing:
+                raise RuntimeError(
+                    f"{key[0]} of {key[1:]} was not prepared; an engine compiles all "
+                    f"that its policy can ask for when it is built"
+                )
             step = build()
             jitted = jax.jit(step.fn, donate_argnums=step.donated)
             lowered = jitted.lower(*step.args)
             self._kept[key] = lowered.compile(compiler_options=_compiler_options())
-            self.count += 1
         return self._kept[key]
 
     def _state(self, shapes: S.StepShapes) -> DecodeState:

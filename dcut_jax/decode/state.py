@@ -16,7 +16,8 @@ class DecodeState:
 
     Attributes:
       anchor_B: last committed token; not in the cache yet.
-      length_B: cached positions, which is also the anchor's position.
+      length_B: cached positions, which is also the anchor's position; 0 in a slot
+        whose request has ended.
       room_B: tokens the request may still emit.
       active_B: whether the slot decodes.
       stop_BZ: tokens that end the request, padded with `NO_STOP`.

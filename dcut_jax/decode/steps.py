@@ -347,7 +347,11 @@ def insert(
 
 def release(state: DecodeState, slot: Array) -> DecodeState:
     """Empties a slot whose request was called off."""
-    return replace(state, active_B=state.active_B.at[slot].set(False))
+    return replace(
+        state,
+        active_B=state.active_B.at[slot].set(False),
+        length_B=state.length_B.at[slot].set(0),
+    )
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dcut_jax.config import ModelConfig
 from dcut_jax.decode.pack import Layout, Packed, groups, unpack
 from dcut_jax.models import dense
 from dcut_jax.models.attention import attend
-from dcut_jax.models.cache import KvCache, read_owners, read_slot, read_slots
+from dcut_jax.models.cache import KvCache, as_cached, read_owners, read_slot, read_slots
 
 
 def verify_rows(
@@ -33,6 +33,7 @@ def verify_rows(
     mask_IJW = jnp.arange(width)[None, None, :] <= group.offset_IJ[:, :, None]
 
     def attend_layer(layer: int, q_THD: Array, k_TGD: Array, v_TGD: Array) -> Array:
+        k_TGD, v_TGD = as_cached(kv, k_TGD, v_TGD)
         k_BWGD, v_BWGD = unpack(k_TGD, packed, width), unpack(v_TGD, packed, width)
         if lay.overflow:
             k_IWGD, v_IWGD = k_BWGD[group.owner_I], v_BWGD[group.owner_I]
@@ -61,6 +62,7 @@ def prefill_rows(
 
     def attend_layer(layer: int, q_PHD: Array, k_PGD: Array, v_PGD: Array) -> Array:
         cached = read_slot(kv, layer, slot, length)
+        k_PGD, v_PGD = as_cached(kv, k_PGD, v_PGD)
         return attend(q_PHD[None], k_PGD[None], v_PGD[None], mask_1PP, cached)[0]
 
     position_P = length + jnp.arange(P)

@@ -20,6 +20,7 @@ from dcut_jax.engine.requests import Completion, Request
 from dcut_jax.models.cache import CHUNK, capacity
 
 PREFILL_CHUNKS = (32, 128)
+KEPT_RECORDS = 100_000  # of the newest steps, at least
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,15 @@ class StepCosts:
     cost_MR: np.ndarray
     device_MR: Any
     plain: float
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan: on the device, as the host knows it, and the costs it reckoned with."""
+
+    keep_B: Any
+    decision: S.Decision
+    costs: StepCosts
 
 
 @dataclass(frozen=True)
@@ -158,6 +168,7 @@ class Engine:
 
     def reset(self) -> None:
         """Empties every slot."""
+        self.free()  # or there would be two of the caches for a while
         shapes = self.shapes
         self.state = init_state(shapes.slots, shapes.stops)
         self.caches = S.init_caches(
@@ -166,14 +177,24 @@ class Engine:
             shapes.positions,
             jnp.dtype(self.config.cache_dtype),
         )
-        self._slots: list[_Slot | None] = [None] * shapes.slots
         self._wire = jnp.zeros((shapes.slots, shapes.wire_columns), jnp.int32)
         self._pending: StepRecord | None = None
 
     def free(self) -> None:
-        """Gives the caches' memory back; `reset` starts afresh."""
-        del self.caches
-        self._slots = [None] * self.shapes.slots
+        """Gives the caches' memory back; only `reset` may come next."""
+        self._caches: S.Caches | None = None
+        self._slots: list[_Slot | None] = [None] * self.shapes.slots
+
+    @property
+    def caches(self) -> S.Caches:
+        """Caches of all slots."""
+        if self._caches is None:
+            raise ValueError("this engine was freed; call reset() before anything else")
+        return self._caches
+
+    @caches.setter
+    def caches(self, caches: S.Caches) -> None:
+        self._caches = caches
 
     @property
     def running(self) -> int:
@@ -303,7 +324,7 @@ class Engine:
         shapes, ladder = self.shapes, policy.ladder(self.shapes)
         width = self.chooser.next()
         if width == 0:
-            self.flush()  # the one read of this step
+            self._read(clock)  # the one read of this step
             if self.running:
                 self._verify(S.anchors_only(shapes), self._no_drafts, 0, clock)
             return
@@ -324,23 +345,22 @@ class Engine:
         decision = S.read_decision(host[-1], len(ladder))
         rows = policy.tiers(shapes)[decision.tier]
         lay = policy.layout(shapes, width, rows)
-        self._verify(lay, proposal.token_BK, width, clock, plan.keep_B, decision)
-        assert self._pending is not None
-        self._pending.costs = costs
+        made = Planned(plan.keep_B, decision, costs)
+        self._verify(lay, proposal.token_BK, width, clock, made)
 
     def _costs(self, policy: DCutPolicy) -> StepCosts:
-        """Step costs for the running requests' mean context."""
+        """Step costs for the longest running context, to which attention reads."""
         lengths = [
             len(s.request.prompt) + len(s.completion.tokens) for s in self._slots if s
         ]
-        context = int(np.mean(lengths)) // CHUNK if lengths else 0
+        context = max(lengths, default=0) // CHUNK
         if context not in self._step_costs:
-            middle = (context + 0.5) * CHUNK
-            cost_MR = policy.cost_ms(self.shapes, middle)
+            end = (context + 1) * CHUNK  # it reads whole chunks
+            cost_MR = policy.cost_ms(self.shapes, end)
             self._step_costs[context] = StepCosts(
                 cost_MR,
                 jax.device_put(cost_MR),  # jnp.asarray would compile
-                policy.plain_ms(self.shapes, middle) if policy.plain else 0.0,
+                policy.plain_ms(self.shapes, end) if policy.plain else 0.0,
             )
         return self._step_costs[context]
 
@@ -358,12 +378,11 @@ class Engine:
         token_BK: Any,
         width: int,
         clock: "_Phases",
-        keep_B: Any = None,
-        decision: S.Decision | None = None,
+        plan: "Planned | None" = None,
     ) -> None:
-        """Verifies and commits; without a decision all `width` drafts are kept."""
-        if keep_B is None:
-            keep_B = np.full(self.shapes.slots, width, np.int32)
+        """Verifies and commits; without a plan all `width` drafts are kept."""
+        everything = np.full(self.shapes.slots, width, np.int32)
+        keep_B = plan.keep_B if plan else everything
         self._wire, self.state, fresh = self.compiler.verify(self.shapes, lay)(
             self.models.params, self.caches.target, self.state, token_BK, keep_B
         )
@@ -374,9 +393,10 @@ class Engine:
         self._pending = StepRecord(
             width=width,
             rows=lay.rows,
-            kept=decision.kept if decision else width * active,
+            kept=plan.decision.kept if plan else width * active,
             active=active,
-            decision=decision,
+            decision=plan.decision if plan else None,
+            costs=plan.costs if plan else None,
             phase_ms=clock.ms,
         )
 
@@ -406,15 +426,20 @@ class Engine:
                 done.finish = "stop" if stopped else "length"
                 self._slots[i] = None
         self.records.append(record)
-        if record.decision is not None:
-            self._learn(record)
+        if len(self.records) >= 2 * KEPT_RECORDS:
+            del self.records[:KEPT_RECORDS]
+        if record.decision is not None and record.costs is not None:
+            assert isinstance(self.policy, DCutPolicy)
+            self._learn(self.policy, record, record.decision, record.costs)
 
-    def _learn(self, record: StepRecord) -> None:
+    def _learn(
+        self,
+        policy: DCutPolicy,
+        record: StepRecord,
+        decision: S.Decision,
+        costs: StepCosts,
+    ) -> None:
         """Tells the chooser what a step that drafted promised, and what it gave."""
-        decision, costs, policy = record.decision, record.costs, self.policy
-        assert decision is not None
-        assert costs is not None
-        assert isinstance(policy, DCutPolicy)
         ladder = policy.ladder(self.shapes)
         seen = zip(ladder, decision.utility, strict=True)
         utilities = {w: u for w, u in seen if w <= record.width}

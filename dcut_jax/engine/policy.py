@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dcut_jax.cost.table import CostError, CostTable
-from dcut_jax.cut.numpy_plan import Objective
+from dcut_jax.cut.numpy_plan import Objective, ratio_fractions
 from dcut_jax.cut.width import WidthChooser
 from dcut_jax.decode.pack import Layout, layout, tier_rows
 from dcut_jax.decode.steps import PlanKey, StepShapes, anchors_only, everything
@@ -91,9 +91,17 @@ class DCutPolicy:
                 f"{self.factors} and plain {self.plain}"
             )
 
+        if self.objective == "paper" and self.plain:
+            raise ValueError(
+                "the paper's objective leaves anchors out, so plain steps cannot be "
+                "weighed against it; set plain=False"
+            )
+
     def ladder(self, shapes: StepShapes) -> tuple[int, ...]:
         """Draft widths, as far as this drafter's block goes."""
         most = shapes.width - 1
+        if most < 1:
+            raise ValueError(f"{type(self).__name__} needs a drafter; found none")
         if self.ratios is not None:
             return (most,)
         if self.widths is None:
@@ -113,9 +121,8 @@ class DCutPolicy:
         """
         B, W = shapes.slots, shapes.width
         if self.ratios is not None:
-            return tuple(
-                max(B, -(-round(B * W * r * 10_000) // 10_000)) for r in self.ratios
-            )
+            parts = zip(*ratio_fractions(self.ratios), strict=True)
+            return tuple(max(B, -(-B * W * over // under)) for over, under in parts)
         factors = self.factors
         if factors is None:
             factors = tuple(f for f in TIER_FACTORS if f <= W)

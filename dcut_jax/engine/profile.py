@@ -6,12 +6,17 @@ import os
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+import dcut_jax.cut as cut_package
+import dcut_jax.decode as decode_package
+import dcut_jax.models as models_package
+import pallas_kernels
 from dcut_jax.cost.measure import measure
 from dcut_jax.cost.table import CostError, CostTable, Fingerprint
 from dcut_jax.decode import steps as S
@@ -46,7 +51,20 @@ def fingerprint(
         cache_dtype=config.cache_dtype,
         positions=config.positions,
         jax=jax.__version__,
+        code=code_digest(),
     )
+
+
+@cache
+def code_digest() -> str:
+    """Of the source files that steps are made of: a change of them changes costs."""
+    packages = (models_package, decode_package, cut_package, pallas_kernels)
+    digest = hashlib.sha256()
+    for package in packages:
+        root = Path(package.__path__[0])
+        for path in sorted(root.rglob("*.py")):
+            digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def cpu_model() -> str:
@@ -73,12 +91,15 @@ def default_directory() -> Path:
 
 
 def contexts(config: EngineConfig) -> tuple[int, ...]:
-    """Context lengths to profile: one chunk of the cache, and then doublings."""
-    found, length = [], CHUNK
-    while length < config.max_length:
+    """Context lengths to profile: two chunks of the cache, doublings, the longest.
+
+    A single chunk costs so little less than two that it is not worth measuring.
+    """
+    longest, found, length = config.max_length - 1, [], 2 * CHUNK
+    while length < longest:
         found.append(length)
         length *= 2
-    return tuple(found) or (config.max_length - 1,)
+    return (*found, longest)
 
 
 def profile(

@@ -29,6 +29,7 @@ HERE = Fingerprint(
     cache_dtype="float32",
     positions=256,
     jax="0.10.0",
+    code="abc",
 )
 PROFILE = "python -m dcut_jax.profile"
 
@@ -118,6 +119,7 @@ class TestFingerprint:
         "cache_dtype": "bfloat16",
         "positions": 512,
         "jax": "0.11.0",
+        "code": "def",
     }
 
     def test_every_field_has_its_case(self):

@@ -145,8 +145,15 @@ def test_probes_lose_no_more_than_their_share(share):
     lost_ms = sum(lost[w] for w in ran)
     whole_ms = sum(10 / utility[w] for w in ran)
     assert lost_ms <= share * whole_ms
-    assert lost_ms >= 0.8 * share * whole_ms  # and they are made
+    assert lost_ms >= 0.5 * share * whole_ms  # and they are made
     assert set(ran) == {0, *WIDTHS}
+
+
+def test_a_dear_probe_does_not_keep_cheap_ones_waiting():
+    # 15 costs a hundred plain steps, 3 next to nothing; and 3 looked bad at first.
+    utility = {0: 1.0, 3: 0.95, 15: 0.01}
+    ran = run(WidthChooser((0, 3, 15)), 600, utility)
+    assert ran[2:].count(3) > 10 * max(1, ran[2:].count(15))
 
 
 def test_a_world_that_changes_is_followed():

@@ -450,6 +450,8 @@ class TestSteps:
         engine.step()
         engine.cancel(a)
         engine.free()
+        with pytest.raises(ValueError, match=r"call reset\(\) before"):
+            engine.step()
         engine.reset()
         assert compilations == []
         assert own.count == count
@@ -477,6 +479,12 @@ class TestSteps:
         for record in engine.records:
             assert {"verify", "commit"} < set(record.phase_ms)
             assert all(ms >= 0 for ms in record.phase_ms.values())
+
+
+def test_what_was_not_prepared_is_not_compiled(pair, shapes_of):
+    compiler = Compiler(pair, "float32")
+    with pytest.raises(RuntimeError, match="draft of .* was not prepared"):
+        compiler.draft(shapes_of(1), 3)
 
 
 def test_compilations_are_noticed(compilations):

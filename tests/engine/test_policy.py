@@ -126,6 +126,11 @@ def test_ratios_leave_no_choice_of_widths_or_tiers():
             replace(published, **choice)
 
 
+def test_plain_steps_cannot_be_weighed_by_the_papers_objective():
+    with pytest.raises(ValueError, match="set plain=False"):
+        DCutPolicy(CostTable.empty(), objective="paper")
+
+
 def test_a_table_covers_a_policy_when_every_cell_is_there():
     shapes = shapes_of(4, 8)
     assert DCutPolicy(Recorder()).covered(shapes)

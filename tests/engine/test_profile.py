@@ -68,10 +68,11 @@ def shapes(pair):
 
 class TestProfile:
     def test_the_cells_are_those_of_the_policy(self, measured, policy, shapes):
-        assert contexts(CONFIG) == (128,)
-        assert set(measured.draft) == {(SLOTS, 3, 128), (SLOTS, 7, 128)}
+        (at,) = contexts(CONFIG)
+        assert at == CONFIG.max_length - 1
+        assert set(measured.draft) == {(SLOTS, 3, at), (SLOTS, 7, at)}
         assert set(measured.verify) == {
-            (SLOTS, lay.rows, lay.width, 128) for lay in policy.layouts(shapes)
+            (SLOTS, lay.rows, lay.width, at) for lay in policy.layouts(shapes)
         }
         assert set(measured.plan) == {(SLOTS,)}
 
@@ -103,10 +104,10 @@ class TestProfile:
         [
             (2, (1,)),
             (128, (127,)),
-            (129, (128,)),
-            (256, (128,)),
-            (257, (128, 256)),
-            (1025, (128, 256, 512, 1024)),
+            (257, (256,)),
+            (258, (256, 257)),
+            (1000, (256, 512, 999)),
+            (1025, (256, 512, 1024)),
         ],
     )
     def test_contexts_double_up_to_the_longest(self, max_length, want):
@@ -266,6 +267,7 @@ class TestStore:
             {"positions": 512},
             {"cache_dtype": "bfloat16"},
             {"jax": "0.0.1"},
+            {"code": "other"},
             {"host": "a laptop, 2 cores"},
         ]
         paths = {table_path(tmp_path, dataclasses.replace(here, **c)) for c in changes}
