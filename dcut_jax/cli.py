@@ -1,10 +1,11 @@
 """What the command lines share: flags, bars, and errors without a traceback."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import (
@@ -20,10 +21,13 @@ from dcut_jax.engine.load import NO_DRAFTER
 from dcut_jax.weights.load import SMOLLM2
 
 DTYPES = ("float32", "bfloat16", "float16")
+TRACEBACK = "DCUT_TRACEBACK"
+
+V = TypeVar("V")
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Target, drafter and their dtypes."""
+    """Target, drafter, and the dtypes of both and of their caches."""
     parser.add_argument(
         "--target",
         default=SMOLLM2,
@@ -43,6 +47,13 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         help="of the drafter's weights and its copy of the target's head; it changes "
         "drafts, never the text (default: bfloat16)",
     )
+    parser.add_argument(
+        "--cache-dtype",
+        default="float32",
+        choices=DTYPES,
+        help="of the key/value caches; the narrow ones take half the memory, but on "
+        "CPUs they are very slow (default: float32)",
+    )
 
 
 def positive(text: str) -> int:
@@ -59,12 +70,20 @@ def positive(text: str) -> int:
 
 
 def positives(text: str) -> tuple[int, ...]:
-    """An `argparse` type: whole numbers of at least 1, between commas."""
-    return tuple(positive(part) for part in text.split(","))
+    """An `argparse` type: whole numbers of at least 1, between commas, each once."""
+    return distinct([positive(part) for part in text.split(",")])
+
+
+def distinct(values: Sequence[V]) -> tuple[V, ...]:
+    """The values of a list on the command line, refused where one is there twice."""
+    twice = [value for i, value in enumerate(values) if value in values[:i]]
+    if twice:
+        raise argparse.ArgumentTypeError(f"{twice[0]} is there twice; name it once")
+    return tuple(values)
 
 
 @contextmanager
-def bar(title: str, total: int | None):
+def bar(title: str, total: int | None, *, shown: bool = True):
     """A progress bar on standard error; yields a function `(done, title or None)`."""
     columns = (
         TextColumn("{task.description}"),
@@ -74,7 +93,8 @@ def bar(title: str, total: int | None):
         TextColumn("left"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not shown) as progress:
         task = progress.add_task(title, total=total)
 
         def update(done: int, description: str | None = None) -> None:
@@ -87,10 +107,16 @@ def bar(title: str, total: int | None):
 
 
 def run(main: Callable[[Sequence[str] | None], int]) -> None:
-    """Exits with `main`'s status; a user's mistake ends in one line, no traceback."""
+    """Exits with `main`'s status; an error ends in one line, without a traceback.
+
+    Most are a user's mistakes, but JAX raises ValueError too; the line says how to
+    see where it came from.
+    """
     try:
         sys.exit(main(None))
     except (ValueError, OSError, ImportError) as error:
-        sys.exit(f"error: {error}")
+        if os.environ.get(TRACEBACK) == "1":
+            raise
+        sys.exit(f"error: {error} (set {TRACEBACK}=1 to see where)")
     except KeyboardInterrupt:
         sys.exit("interrupted")

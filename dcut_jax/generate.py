@@ -6,18 +6,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from dcut_jax.bench.prompts import load_prompts
 from dcut_jax.cli import add_model_flags, bar, positive, run
-from dcut_jax.cost.table import CostTable
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.engine.engine import Engine, EngineConfig
-from dcut_jax.engine.load import Pair, load_pair
-from dcut_jax.engine.policy import ArPolicy, DCutPolicy, FixedPolicy, Policy, profiled
-from dcut_jax.engine.profile import cost_table, default_directory, fingerprint, profile
+from dcut_jax.engine.load import (
+    NO_DRAFTER,
+    Pair,
+    has_drafter,
+    load_pair,
+    stored_costs,
+)
+from dcut_jax.engine.policy import ArPolicy, DCutPolicy, FixedPolicy, Policy
+from dcut_jax.engine.profile import default_directory
 from dcut_jax.engine.requests import Completion, Request
+from dcut_jax.prompts import load_prompts
 
 Mode = Literal["ar", "fixed", "dcut"]
 MODES: tuple[Mode, ...] = ("ar", "fixed", "dcut")
+WIDTH = 7
 
 
 def generate(
@@ -28,8 +34,9 @@ def generate(
     max_new_tokens: int,
     stop: Sequence[int] = (),
     mode: Mode = "dcut",
-    width: int = 7,
+    width: int = WIDTH,
     max_length: int | None = None,
+    cache_dtype: str = "float32",
     cost_dir: Path | None = None,
     progress: bool = False,
 ) -> list[Completion]:
@@ -44,16 +51,28 @@ def generate(
       mode: "ar", "fixed" (`width` drafts, all verified), or "dcut", which measures
         this machine's costs the first time and keeps them in `cost_dir`.
       max_length: positions a slot can hold; None takes what the prompts need.
+      cache_dtype: of the key/value caches.
 
     Raises:
-      ValueError: a prompt that is empty or does not fit, or a batch size below 1.
+      ValueError: a prompt that is empty or does not fit, a batch size below 1, or a
+        mode that is unknown or that this pair cannot decode in.
     """
+    if mode not in MODES:
+        raise ValueError(f"mode {mode!r} is unknown; choose from {', '.join(MODES)}")
+    most = pair.models.drafter.max_drafts if pair.models.drafter else 0
+    if mode != "ar" and not most:
+        raise ValueError(f"mode {mode!r} needs a drafter; name one, or take mode 'ar'")
+    if mode == "fixed" and not 1 <= width <= most:
+        raise ValueError(
+            f"expected a width of 1 to {most} drafts, which is what this drafter's "
+            f"block holds; found {width}"
+        )
     requests = [Request(tuple(p), max_new_tokens, tuple(stop)) for p in prompts]
     if max_length is None:
         max_length = max((len(p) for p in prompts), default=1) + max_new_tokens
-    config = EngineConfig(batch_size, max_length, max_stops=max(len(stop), 1))
+    config = EngineConfig(batch_size, max_length, max(len(stop), 1), cache_dtype)
     models = pair.models if mode != "ar" else pair.without_drafter()
-    compiler = Compiler(models, config.cache_dtype)
+    compiler = Compiler(models, cache_dtype)
     policy: Policy
     match mode:
         case "ar":
@@ -61,92 +80,89 @@ def generate(
         case "fixed":
             policy = FixedPolicy(width)
         case "dcut":
-            tokens = [t for p in prompts for t in p] or [0]
-            table = stored_costs(
-                pair,
-                config,
-                tokens,
-                compiler,
-                cost_dir or default_directory(),
-                progress,
-            )
+            with bar("step costs", None, shown=progress) as update:
+                table = stored_costs(
+                    pair,
+                    config,
+                    [t for p in prompts for t in p] or [0],
+                    compiler,
+                    cost_dir or default_directory(),
+                    on_progress=lambda what, done, total: update(
+                        done, f"measuring {what}"
+                    ),
+                )
             policy = DCutPolicy(table)
-        case _:
-            raise ValueError(
-                f"mode {mode!r} is unknown; choose from {', '.join(MODES)}"
-            )
     engine = Engine(models, config, policy, compiler=compiler)
-    if not progress:
-        return engine.generate(requests)
-    with bar("decoding", len(requests)) as update:
+    with bar("decoding", len(requests), shown=progress) as update:
         return engine.generate(
             requests,
             on_progress=lambda done, tokens: update(done, f"decoding, {tokens} tokens"),
         )
 
 
-def stored_costs(
-    pair: Pair,
-    config: EngineConfig,
-    tokens: Sequence[int],
-    compiler: Compiler,
-    directory: Path,
-    progress: bool,
-) -> CostTable:
-    """This machine's cost table, measured now if this batch size never was."""
-    if pair.models.drafter is None:
-        raise ValueError(
-            "mode 'dcut' needs a drafter; name one, or decode with mode 'ar'"
-        )
-    here = fingerprint(pair.models, config, pair.target.identity, pair.drafter_identity)
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    p = argparse.ArgumentParser(prog="python -m dcut_jax.generate", description=__doc__)
+    add_model_flags(p)
+    p.add_argument("prompt", nargs="*", help="texts; default: standard input")
+    p.add_argument("--prompts", help="a JSON Lines file instead, or a set's name")
+    p.add_argument("--limit", type=positive, help="prompts to take of --prompts")
+    p.add_argument("--batch-size", type=positive, default=8)
+    p.add_argument("--max-new-tokens", type=positive, default=128)
+    p.add_argument("--max-length", type=positive, help="default: what prompts need")
+    p.add_argument(
+        "--mode", choices=MODES, help="default: dcut, or ar where there is no drafter"
+    )
+    p.add_argument(
+        "--width", type=positive, help=f"drafts, with --mode fixed (default: {WIDTH})"
+    )
+    p.add_argument(
+        "--cost-dir",
+        type=Path,
+        help=f"of cost tables, with --mode dcut (default: {default_directory()})",
+    )
+    return p
 
-    def measure_now() -> CostTable:
-        title = f"measuring step costs at batch size {config.slots}"
-        if not progress:
-            return profile(
-                pair.models, config, profiled(), here, tokens, compiler=compiler
-            )
-        with bar(title, None) as update:
-            return profile(
-                pair.models,
-                config,
-                profiled(),
-                here,
-                tokens,
-                compiler=compiler,
-                on_progress=lambda what, done, total: update(done, f"measuring {what}"),
-            )
 
-    shapes = config.shapes(pair.models)
-    return cost_table(profiled(), shapes, here, directory, measure_missing=measure_now)
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line's values, with what they cannot do together refused."""
+    p = parser()
+    args = p.parse_args(argv)
+    drafts = has_drafter(args.target, args.drafter)
+    if args.mode is None:
+        args.mode = "dcut" if drafts else "ar"
+        if not drafts and args.drafter is None:
+            print(
+                f"no drafter is shipped for target {args.target!r}: decoding with "
+                f"--mode ar; --drafter names one",
+                file=sys.stderr,
+            )
+    elif args.mode != "ar" and not drafts:
+        p.error(f"--mode {args.mode} needs a drafter; name one with --drafter")
+    if args.mode == "ar":
+        args.drafter = NO_DRAFTER
+    if args.prompt and args.prompts:
+        p.error("give prompts on the command line or --prompts, not both")
+    if args.limit and not args.prompts:
+        p.error("--limit belongs to --prompts, and there is no --prompts")
+    if args.width and args.mode != "fixed":
+        p.error(f"--width belongs to --mode fixed; the mode is {args.mode}")
+    if args.cost_dir and args.mode != "dcut":
+        p.error(f"--cost-dir belongs to --mode dcut; the mode is {args.mode}")
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the answer to each prompt."""
-    parser = argparse.ArgumentParser(
-        prog="python -m dcut_jax.generate", description=__doc__
-    )
-    add_model_flags(parser)
-    parser.add_argument("prompt", nargs="*", help="texts; default: standard input")
-    parser.add_argument("--prompts", help="a JSON Lines file instead, or a set's name")
-    parser.add_argument("--limit", type=positive, help="prompts to take of it")
-    parser.add_argument("--batch-size", type=positive, default=8)
-    parser.add_argument("--max-new-tokens", type=positive, default=128)
-    parser.add_argument("--max-length", type=positive)
-    parser.add_argument("--mode", choices=MODES, default="dcut")
-    parser.add_argument("--width", type=positive, default=7, help="of mode fixed")
-    parser.add_argument("--cost-dir", type=Path)
-    args = parser.parse_args(argv)
-    if args.prompt and args.prompts:
-        parser.error("give prompts on the command line or --prompts, not both")
+    args = parse(argv)
     if args.prompts:
         conversations = [
             list(p.messages) for p in load_prompts(args.prompts, args.limit)
         ]
     else:
-        texts = args.prompt or [sys.stdin.read().strip()]
+        texts = args.prompt or [read_input()]
         if not all(texts):
-            parser.error("expected a prompt, found an empty text")
+            raise ValueError("expected a prompt, found an empty text; give one")
         conversations = [[{"role": "user", "content": t}] for t in texts]
     pair = load_pair(args.target, args.drafter, args.dtype, args.draft_dtype)
     text = pair.target.text()
@@ -158,8 +174,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         max_new_tokens=args.max_new_tokens,
         stop=text.eos_ids,
         mode=args.mode,
-        width=args.width,
+        width=args.width or WIDTH,
         max_length=args.max_length,
+        cache_dtype=args.cache_dtype,
         cost_dir=args.cost_dir,
         progress=sys.stderr.isatty(),
     )
@@ -174,6 +191,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 file=sys.stderr,
             )
     return 0
+
+
+def read_input() -> str:
+    """A prompt from standard input; a person is told that it is waited for."""
+    if sys.stdin.isatty():
+        print("reading a prompt from standard input", file=sys.stderr)
+    return sys.stdin.read().strip()
 
 
 if __name__ == "__main__":

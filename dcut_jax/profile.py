@@ -5,19 +5,37 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from dcut_jax.bench.prompts import load_prompts
 from dcut_jax.cli import add_model_flags, bar, positive, positives, run
+from dcut_jax.cost.table import CostError, CostTable, Fingerprint
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.engine.engine import EngineConfig
-from dcut_jax.engine.load import load_pair
-from dcut_jax.engine.policy import profiled
-from dcut_jax.engine.profile import (
-    ROUNDS,
-    default_directory,
-    fingerprint,
-    profile,
-    table_path,
-)
+from dcut_jax.engine.load import has_drafter, load_pair, measure_costs
+from dcut_jax.engine.profile import ROUNDS, default_directory, table_path
+from dcut_jax.prompts import DEFAULT, load_prompts
+
+FILLING = 16  # prompts whose tokens fill the caches
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line's values."""
+    p = argparse.ArgumentParser(prog="python -m dcut_jax.profile", description=__doc__)
+    add_model_flags(p)
+    p.add_argument("--batch-sizes", type=positives, default=(1, 4, 8, 16, 32))
+    p.add_argument("--max-length", type=positive, default=384)
+    p.add_argument("--rounds", type=positive, default=ROUNDS)
+    p.add_argument("--cost-dir", type=Path, default=default_directory())
+    p.add_argument(
+        "--fresh",
+        action="store_true",
+        help="start the table over; default: other batch sizes in it stay",
+    )
+    args = p.parse_args(argv)
+    if not has_drafter(args.target, args.drafter):
+        p.error(
+            "the costs are those of speculative steps, so this needs a drafter; name "
+            "one with --drafter"
+        )
+    return args
 
 
 def show(update: Callable[..., None], what: str, done: int, total: int) -> None:
@@ -25,43 +43,51 @@ def show(update: Callable[..., None], what: str, done: int, total: int) -> None:
     update(done, f"{what} ({total} steps)")
 
 
+def stored(path: Path, here: Fingerprint) -> CostTable | None:
+    """The table that new batch sizes are added to; None where there is none yet.
+
+    Raises:
+      CostError: there is a file, but nothing can be added to it.
+    """
+    if not path.exists():
+        return None
+    try:
+        return CostTable.load(path).require(here)
+    except CostError as error:
+        raise CostError(
+            f"nothing can be added to {path} ({error}); --fresh starts it over"
+        ) from error
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Profiles each batch size and stores the table."""
-    parser = argparse.ArgumentParser(
-        prog="python -m dcut_jax.profile", description=__doc__
-    )
-    add_model_flags(parser)
-    parser.add_argument("--batch-sizes", type=positives, default=(1, 4, 8, 16, 32))
-    parser.add_argument("--max-length", type=positive, default=384)
-    parser.add_argument("--rounds", type=positive, default=ROUNDS)
-    parser.add_argument("--cost-dir", type=Path, default=default_directory())
-    args = parser.parse_args(argv)
+    """Profiles each batch size and adds it to the stored table."""
+    args = parse(argv)
     pair = load_pair(args.target, args.drafter, args.dtype, args.draft_dtype)
     text = pair.target.text()
     tokens = [
-        t for p in load_prompts("default", 16) for t in text.chat(list(p.messages))
+        t for p in load_prompts(DEFAULT, FILLING) for t in text.chat(list(p.messages))
     ]
-    compiler = Compiler(pair.models, "float32")
-    table = None
-    for batch in args.batch_sizes:
-        config = EngineConfig(batch, args.max_length)
-        here = fingerprint(
-            pair.models, config, pair.target.identity, pair.drafter_identity
-        )
-        with bar(f"batch {batch}", None) as update:
-            fresh = profile(
-                pair.models,
+    configs = [
+        EngineConfig(batch, args.max_length, cache_dtype=args.cache_dtype)
+        for batch in args.batch_sizes
+    ]
+    here = pair.here(configs[0])  # the same at every batch size
+    path = table_path(args.cost_dir, here)
+    table = None if args.fresh else stored(path, here)
+    compiler = Compiler(pair.models, args.cache_dtype)
+    for config in configs:
+        with bar(f"batch {config.slots}", None) as update:
+            measured = measure_costs(
+                pair,
                 config,
-                profiled(),
-                here,
                 tokens,
-                compiler=compiler,
+                compiler,
                 rounds=args.rounds,
                 on_progress=partial(show, update),
             )
-        table = table.merged(fresh) if table else fresh
-        table.save(table_path(args.cost_dir, here))
-        print(f"batch {batch}: stored in {table_path(args.cost_dir, here)}")
+        table = table.merged(measured) if table else measured
+        table.save(path)
+        print(f"batch {config.slots}: stored in {path}")
     return 0
 
 

@@ -7,11 +7,12 @@ One line of JSON holds a whole run. Ratios, medians and pictures are derived fro
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, Self, TypeVar
 
 VERSION = 1
 AR = "ar"  # the arm that every other one is compared with
+NO_TOKEN = -1  # where a text has ended
 
 R = TypeVar("R")
 
@@ -60,8 +61,9 @@ class Difference:
       prompt, position: which prompt, and which of its new tokens, from 0.
       batch: batch size of the run that differed.
       gap: between the target's logits of the two tokens. A tiny one is a near-tie that
-        another batch shape flipped; a large one is a bug.
-      expected, found: AR's token and the arm's.
+        another batch shape flipped; a large one is a bug, and so is NaN: one text ended
+        and the other went on, or a logit is not finite.
+      expected, found: AR's token and the arm's; NO_TOKEN where that text has ended.
     """
 
     prompt: int
@@ -89,7 +91,8 @@ class BenchResult:
     Attributes:
       command: what was typed; `date` is ISO 8601.
       machine: `device`, `cpu`, `cores`, `jax`, `python`, `commit`, `dirty`.
-      target, drafter: names for people; `dtype` and `draft_dtype` are of their weights.
+      target, drafter: names for people; `dtype` and `draft_dtype` are of their weights,
+        `cache_dtype` of both caches (records made before it was one had float32).
       prompts: how many were decoded, up to `max_new_tokens` tokens each.
       compile_s, profile_s: spent before the first cell, in none of them.
     """
@@ -107,6 +110,7 @@ class BenchResult:
     profile_s: float
     cells: tuple[Cell, ...]
     checks: tuple[TextCheck, ...]
+    cache_dtype: str = "float32"
 
     def to_json(self) -> str:
         """One line. Numbers that are not finite become null, which JSON can hold."""
@@ -144,9 +148,10 @@ def _text_check(raw: Mapping[str, Any]) -> TextCheck:
 
 
 def _build(record: type[R], raw: Mapping[str, Any]) -> R:
-    """A record from its fields; every one must be there, and no other."""
-    wanted = {f.name for f in fields(record)}  # type: ignore[arg-type]
-    if wanted != raw.keys():
+    """A record from its fields; every one without a default is there, and no other."""
+    known = fields(record)  # type: ignore[arg-type]
+    wanted = {f.name for f in known if f.default is MISSING}
+    if not wanted <= raw.keys() <= {f.name for f in known}:
         raise RecordError(
             f"{record.__name__}: expected the fields {sorted(wanted)}, "
             f"found {sorted(raw)}; run the bench again"

@@ -11,7 +11,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from dcut_jax.bench.records import AR, BenchResult, Cell, Difference, TextCheck
+from dcut_jax.bench.records import (
+    AR,
+    NO_TOKEN,
+    BenchResult,
+    Cell,
+    Difference,
+    TextCheck,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,7 +40,6 @@ STYLES: dict[str, dict[str, Any]] = {
 FAMILY = ("#9CCBEA", "#56B4E9", "#0072B2", "#003F6B")
 OTHERS = ("#CC79A7", "#E69F00", "#7F7F7F", "#B59F00")
 FAMILY_MARKERS = ("s", "v", "P", "X")
-HOW_TO_INSTALL = 'pip install "dcut-jax[plot]"'
 
 
 @dataclass(frozen=True)
@@ -206,6 +212,8 @@ def _caption(result: BenchResult, rows: Sequence[Row]) -> str:
     dtypes = result.dtype
     if result.drafter and result.draft_dtype != result.dtype:
         dtypes += f", drafter {result.draft_dtype}"
+    if result.cache_dtype != result.dtype:
+        dtypes += f", caches {result.cache_dtype}"
     return (
         f"{result.prompts} prompts, {result.max_new_tokens} new tokens each; {dtypes}\n"
         f"medians of {rounds} {'round' if rounds == 1 else 'rounds'}; ±: half the "
@@ -237,10 +245,23 @@ def _check_lines(check: TextCheck) -> list[str]:
 
 
 def _place(d: Difference) -> str:
-    return (
-        f"prompt {d.prompt}, position {d.position}, batch size {d.batch}: expected "
-        f"token {d.expected}, found {d.found}, logit gap {d.gap:.2g}"
-    )
+    place = f"prompt {d.prompt}, position {d.position}, batch size {d.batch}: expected "
+    if d.found == NO_TOKEN:
+        return f"{place}token {d.expected}, found the end of the text"
+    if d.expected == NO_TOKEN:
+        return f"{place}the end of the text, found token {d.found}"
+    return f"{place}token {d.expected}, found {d.found}, logit gap {d.gap:.2g}"
+
+
+def require_matplotlib() -> None:
+    """Raises ImportError, saying what to do, where matplotlib cannot be imported."""
+    try:
+        import matplotlib.figure  # noqa: F401  (an extra, and heavy)
+    except ImportError as error:
+        raise ImportError(
+            f"drawing the curve needs matplotlib, which cannot be imported ({error}); "
+            f"run `pip install matplotlib`, or pass --no-plot to do without"
+        ) from error
 
 
 def plot(result: BenchResult, path: Path) -> None:
@@ -252,15 +273,10 @@ def plot(result: BenchResult, path: Path) -> None:
       ImportError: matplotlib is not installed.
       ValueError: there are no cells to draw.
     """
-    try:
-        # An extra, and heavy.
-        from matplotlib.figure import Figure
-        from matplotlib.layout_engine import ConstrainedLayoutEngine
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            f"drawing the curve needs matplotlib, which is not installed; "
-            f"run `{HOW_TO_INSTALL}`"
-        ) from error
+    require_matplotlib()
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
     rows = summarise(result.cells)
     if not rows:
         raise ValueError("expected cells to draw, found none; run at least one arm")

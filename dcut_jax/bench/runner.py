@@ -2,15 +2,15 @@
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, islice, zip_longest
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dcut_jax.bench.records import AR, Cell, Difference, TextCheck
+from dcut_jax.bench.records import AR, NO_TOKEN, Cell, Difference, TextCheck
 from dcut_jax.decode.steps import Caches, Models
 from dcut_jax.engine.engine import Engine, Prefilled, StepRecord
 from dcut_jax.engine.policy import ArPolicy, DCutPolicy, FixedPolicy, Policy
@@ -23,26 +23,38 @@ PHASE_STEPS = 2
 WARM_STEPS = 4
 
 
+def fixed_width(arm: str) -> int | None:
+    """The width that an arm's name holds; None for an arm of another kind.
+
+    Raises:
+      ValueError: there is no such arm.
+    """
+    if arm in (AR, PUBLISHED, DCUT):
+        return None
+    width = arm.removeprefix(FIXED)
+    if arm.startswith(FIXED) and width.isdecimal() and int(width):
+        return int(width)
+    raise ValueError(
+        f"arm {arm!r} is unknown; choose from {AR}, {FIXED}WIDTH, {PUBLISHED}, {DCUT}"
+    )
+
+
 def policy_of(arm: str, costs: Callable[[], DCutPolicy], most: int) -> Policy:
     """The policy that an arm's name stands for; `most` drafts fit in a block.
 
     Raises:
-      ValueError: an unknown arm.
+      ValueError: an unknown arm, or a width that does not fit.
     """
+    width = fixed_width(arm)
+    if width is not None:
+        if width > most:
+            raise ValueError(
+                f"arm {arm!r}: this drafter's block holds 1 to {most} drafts"
+            )
+        return FixedPolicy(width)
     if arm == AR:
         return ArPolicy()
-    if arm.startswith(FIXED) and arm[len(FIXED) :].isdigit():
-        width = int(arm[len(FIXED) :])
-        if 1 <= width <= most:
-            return FixedPolicy(width)
-        raise ValueError(f"arm {arm!r}: this drafter's block holds 1 to {most} drafts")
-    if arm == PUBLISHED:
-        return DCutPolicy.published(costs().table)
-    if arm == DCUT:
-        return costs()
-    raise ValueError(
-        f"arm {arm!r} is unknown; choose from {AR}, {FIXED}WIDTH, {PUBLISHED}, {DCUT}"
-    )
+    return DCutPolicy.published(costs().table) if arm == PUBLISHED else costs()
 
 
 @dataclass
@@ -61,12 +73,26 @@ class Texts:
         self._seen: dict[str, dict[int, int]] = {}
         self._differences: dict[str, dict[tuple[int, int], Difference]] = {}
 
-    def check(self, arm: str, batch: int, prompt: int, tokens: Sequence[int]) -> None:
-        """Compares a text, or as much of it as there is, with AR's."""
+    def check(
+        self,
+        arm: str,
+        batch: int,
+        prompt: int,
+        tokens: Sequence[int],
+        *,
+        finished: bool,
+    ) -> None:
+        """Compares a text, or if it is not `finished` what there is of it, with AR's.
+
+        A text that ends early, or goes on where AR's has ended, differs there.
+        """
         want = self._reference[prompt]
         seen = self._seen.setdefault(arm, {})
         seen[prompt] = max(seen.get(prompt, 0), len(tokens))
-        for position, (a, b) in enumerate(zip(want, tokens, strict=False)):
+        pairs: Iterable[tuple[int, int]] = zip_longest(want, tokens, fillvalue=NO_TOKEN)
+        if not finished:  # of AR's text only as much
+            pairs = islice(pairs, len(tokens))
+        for position, (a, b) in enumerate(pairs):
             if a != b:
                 found = Difference(prompt, position, batch, float("nan"), a, b)
                 self._differences.setdefault(arm, {}).setdefault((prompt, batch), found)
@@ -95,7 +121,12 @@ class Texts:
 def logit_gap(
     models: Models, prompt: Sequence[int], texts: Texts, difference: Difference
 ) -> float:
-    """The target's logit of AR's token less that of the other, at the difference."""
+    """The target's logit of AR's token less that of the other, at the difference.
+
+    NaN where one of the texts has ended: that is no tie of two logits.
+    """
+    if NO_TOKEN in (difference.expected, difference.found):
+        return float("nan")
     tokens = [*prompt, *texts.prefix(difference)]
     padded = np.zeros((1, -(-len(tokens) // 128) * 128), np.int32)
     padded[0, : len(tokens)] = tokens
@@ -130,6 +161,9 @@ def run_cell(
     once by the next prompt, whose prefill was done before and is in no arm's time. In
     the end a few steps more are run with every phase waited for; they give
     `phase_ms` and count nowhere else.
+
+    Raises:
+      ValueError: no prompt has anything to decode after its first token.
     """
     engine, B = arm.engine, arm.engine.config.slots
     engine.reset()
@@ -137,16 +171,26 @@ def run_cell(
     # Every arm meets the prompts in the same order; rounds start at different ones.
     order = (i % len(ready) for i in count(round * B))
 
+    def check(some: Sequence[tuple[int, Completion]]) -> None:
+        for prompt, done in some:
+            finished = done.finish != "running"
+            texts.check(arm.name, B, prompt, done.tokens, finished=finished)
+
     def refill() -> None:
         nonlocal running
-        for prompt, completion in running:
-            if completion.finish != "running":
-                texts.check(arm.name, B, prompt, completion.tokens)
+        check([r for r in running if r[1].finish != "running"])
         running = [r for r in running if r[1].finish == "running"]
+        ended = 0  # admissions in a row that took no slot
         while engine.running < B:
+            if ended == len(ready):
+                raise ValueError(
+                    "every prompt ends at its first token, so there is nothing to "
+                    "decode; use other prompts"
+                )
             prompt = next(order)
             completion = engine.admit(for_arm(ready[prompt], engine.models))
             running.append((prompt, completion))
+            ended = 0 if completion.finish == "running" else ended + 1
         jax.block_until_ready(engine.caches)
 
     engine.time_phases = False
@@ -178,8 +222,7 @@ def run_cell(
         engine.flush()  # a record is there once its step has been read
     phases = engine.records[first:]
     engine.time_phases = False
-    for prompt, completion in running:
-        texts.check(arm.name, B, prompt, completion.tokens)
+    check(running)
     engine.free()
     return Cell(
         batch=B,

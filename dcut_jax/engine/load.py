@@ -1,11 +1,17 @@
-"""From names on a command line to models ready to decode."""
+"""From names on a command line to models ready to decode, and what their steps cost."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax.numpy as jnp
 
+from dcut_jax.cost.table import CostTable, Fingerprint
+from dcut_jax.decode.compile import Compiler
 from dcut_jax.decode.steps import Models
+from dcut_jax.engine import profile as profiling
+from dcut_jax.engine.engine import EngineConfig
+from dcut_jax.engine.policy import profiled
 from dcut_jax.models import dense, params
 from dcut_jax.weights.dflash import check_pair, load_drafter
 from dcut_jax.weights.load import SMOLLM2, Target, fingerprint, load_target
@@ -34,12 +40,23 @@ class Pair:
         weights = {"target": self.models.params["target"]}
         return Models(self.models.target, None, weights)
 
+    def here(self, config: EngineConfig) -> Fingerprint:
+        """Where this process runs, and on what: the key of measured costs."""
+        return profiling.fingerprint(
+            self.models, config, self.target.identity, self.drafter_identity
+        )
+
 
 def checkpoints_directory() -> Path:
     """Where the drafters that come with the project are."""
     package = Path(__file__).resolve().parents[1]
     installed, clone = package / "checkpoints", package.parent / "checkpoints"
     return installed if installed.is_dir() else clone
+
+
+def has_drafter(target: str, drafter: str | None) -> bool:
+    """Whether a drafter is named, or none is and one is shipped for `target`."""
+    return target in SHIPPED if drafter is None else drafter != NO_DRAFTER
 
 
 def drafter_directory(target: str, drafter: str | None) -> Path | None:
@@ -55,8 +72,9 @@ def drafter_directory(target: str, drafter: str | None) -> Path | None:
     if target not in SHIPPED:
         raise ValueError(
             f"no drafter is shipped for target {target!r} (shipped for: "
-            f"{', '.join(SHIPPED)}); name one with --drafter DIRECTORY, or train one "
-            f"with `python -m dcut_jax.train`"
+            f"{', '.join(SHIPPED)}); name one with --drafter DIRECTORY, train one "
+            f"with `python -m dcut_jax.train`, or decode without one, with "
+            f"--drafter {NO_DRAFTER}"
         )
     return checkpoints_directory() / SHIPPED[target]
 
@@ -71,12 +89,13 @@ def load_pair(target: str, drafter: str | None, dtype: str, draft_dtype: str) ->
       dtype, draft_dtype: of the target's and of the drafter's weights. The drafter
         reads the target's embedding and head in its own dtype.
     """
-    loaded = load_target(target, jnp.dtype(dtype))
     directory = drafter_directory(target, drafter)
-    weights = {"target": loaded.params}
     if directory is None:
-        return Pair(loaded, Models(loaded.cfg, None, weights), "", "")
+        alone = load_target(target, jnp.dtype(dtype))
+        return Pair(alone, Models(alone.cfg, None, {"target": alone.params}), "", "")
+    # Before the target, which may take minutes: a wrong path then fails at once.
     cfg, drafter_params = load_drafter(directory, jnp.dtype(draft_dtype))
+    loaded = load_target(target, jnp.dtype(dtype))
     check_pair(loaded.cfg, cfg)
     tables = params.cast(
         {
@@ -85,9 +104,57 @@ def load_pair(target: str, drafter: str | None, dtype: str, draft_dtype: str) ->
         },
         jnp.dtype(draft_dtype),
     )
+    weights = {"target": loaded.params, "drafter": drafter_params}
     return Pair(
         target=loaded,
-        models=Models(loaded.cfg, cfg, weights | {"drafter": drafter_params} | tables),
+        models=Models(loaded.cfg, cfg, weights | tables),
         drafter=directory.name,
         drafter_identity=fingerprint([directory / "model.safetensors"]),
+    )
+
+
+def measure_costs(
+    pair: Pair,
+    config: EngineConfig,
+    tokens: Sequence[int],
+    compiler: Compiler,
+    *,
+    rounds: int = profiling.ROUNDS,
+    on_progress: Callable[[str, int, int], None] | None = None,
+) -> CostTable:
+    """Measures, at one batch size, what D-Cut's policies can ask for.
+
+    Args:
+      tokens: real ones, to fill the caches with.
+      on_progress: see `engine.profile.profile`.
+    """
+    return profiling.profile(
+        pair.models,
+        config,
+        profiled(),
+        pair.here(config),
+        tokens,
+        compiler=compiler,
+        rounds=rounds,
+        on_progress=on_progress,
+    )
+
+
+def stored_costs(
+    pair: Pair,
+    config: EngineConfig,
+    tokens: Sequence[int],
+    compiler: Compiler,
+    directory: Path,
+    on_progress: Callable[[str, int, int], None] | None = None,
+) -> CostTable:
+    """This machine's cost table, measured now if this batch size never was."""
+    return profiling.cost_table(
+        profiled(),
+        config.shapes(pair.models),
+        pair.here(config),
+        directory,
+        measure_missing=lambda: measure_costs(
+            pair, config, tokens, compiler, on_progress=on_progress
+        ),
     )

@@ -9,6 +9,7 @@ import pytest
 
 from dcut_jax.bench.records import (
     AR,
+    NO_TOKEN,
     BenchResult,
     Cell,
     Difference,
@@ -160,6 +161,11 @@ class TestTable:
         assert "medians of 3 rounds" in text
         assert "13 s of compiling, 3 s of measuring costs" in text
 
+    def test_caches_are_named_where_their_dtype_is_another(self):
+        assert "caches" not in render_table(RESULT)
+        narrow = render_table(replace(RESULT, cache_dtype="bfloat16"))
+        assert "float32, drafter bfloat16, caches bfloat16" in narrow
+
     def test_large_numbers_still_fit(self):
         wide = {
             "tokens": 98_765_432,
@@ -195,6 +201,16 @@ class TestChecks:
             "logit gap 3.2e-05",
         ]
 
+    def test_a_text_that_ended_has_no_gap(self):
+        early = replace(DIFFERENCE, found=NO_TOKEN, gap=math.nan)
+        late = replace(DIFFERENCE, expected=NO_TOKEN, gap=math.nan)
+        lines = render_checks([TextCheck("dcut", 64, 1, (early, late))]).splitlines()
+        place = "  prompt 3, position 41, batch size 16: expected "
+        assert lines[1:] == [
+            place + "token 12, found the end of the text",
+            place + "the end of the text, found token 99",
+        ]
+
     def test_many_differences_are_counted(self):
         many = tuple(replace(DIFFERENCE, prompt=i) for i in range(12))
         lines = render_checks([TextCheck("published", 64, 1, many)]).splitlines()
@@ -224,7 +240,7 @@ class TestPlot:
     def test_without_matplotlib(self, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "matplotlib", None)
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-        with pytest.raises(ImportError, match=r'pip install "dcut-jax\[plot\]"'):
+        with pytest.raises(ImportError, match="`pip install matplotlib`, or pass --no"):
             plot(RESULT, tmp_path / "curve.png")
 
     def test_every_arm_looks_different(self):
@@ -245,6 +261,12 @@ class TestRecords:
         line = RESULT.to_json()
         assert "\n" not in line
         assert BenchResult.from_json(line) == RESULT
+
+    def test_older_records_had_caches_in_float32(self):
+        data = json.loads(replace(RESULT, cache_dtype="bfloat16").to_json())
+        assert BenchResult.from_json(json.dumps(data)).cache_dtype == "bfloat16"
+        del data["cache_dtype"]
+        assert BenchResult.from_json(json.dumps(data)) == RESULT
 
     def test_a_number_that_is_not_finite_survives(self):
         odd = cell(8, AR, 0, 10.0, mean_accepted_length=math.nan, load=math.inf)

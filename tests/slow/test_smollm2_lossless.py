@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dcut_jax.bench.prompts import load_prompts
 from dcut_jax.bench.runner import Texts, logit_gap
 from dcut_jax.cost.table import CostTable
 from dcut_jax.decode.compile import Compiler
@@ -13,6 +12,7 @@ from dcut_jax.engine.engine import Engine, EngineConfig
 from dcut_jax.engine.load import load_pair
 from dcut_jax.engine.policy import ArPolicy, FixedPolicy, unmeasured
 from dcut_jax.engine.requests import Request
+from dcut_jax.prompts import load_prompts
 from dcut_jax.weights.load import SMOLLM2
 
 PROMPTS, NEW_TOKENS, NEAR_TIE = 64, 96, 1e-4
@@ -75,7 +75,7 @@ def test_every_arm_and_tier_gives_the_text_of_ar(batch, pair, requests, referenc
         for i, completion in zip(numbers, engine.generate(some), strict=True):
             assert completion.finish == reference[i].finish
             assert len(completion.tokens) == len(reference[i].tokens)
-            texts.check(arm, batch, i, completion.tokens)
+            texts.check(arm, batch, i, completion.tokens, finished=True)
         return engine
 
     everyone = range(PROMPTS)

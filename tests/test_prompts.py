@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from dcut_jax.bench.prompts import DEFAULT, SETS, PromptError, load_prompts
+from dcut_jax.prompts import DEFAULT, SETS, PromptError, load_prompts
 
 WRAPPER = "Write a solution to the following problem and make sure that it passes"
 

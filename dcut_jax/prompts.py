@@ -1,4 +1,4 @@
-"""The prompts a bench decodes: sets that ship with the project, or one's own file."""
+"""Prompts to decode: sets that ship with the project, or one's own file."""
 
 import json
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-DIRECTORY = Path(__file__).with_name("prompts")
+DIRECTORY = Path(__file__).with_name("prompt_data")
 SETS = ("gsm8k", "humaneval", "mt_bench")
 DEFAULT = "default"
 # One turn of the default mix. It divides every set evenly, so no set runs out first.
@@ -54,19 +54,19 @@ def load_prompts(source: str | Path, limit: int | None = None) -> list[Prompt]:
     if source == DEFAULT:
         prompts = _mix()
     elif source in SETS:
-        prompts = read_prompts(DIRECTORY / f"{source}.jsonl")
+        prompts = read_prompt_file(DIRECTORY / f"{source}.jsonl")
     else:
-        prompts = read_prompts(Path(source))
+        prompts = read_prompt_file(Path(source))
     return prompts[:limit]
 
 
 def _mix() -> list[Prompt]:
-    rest = {name: iter(read_prompts(DIRECTORY / f"{name}.jsonl")) for name in SETS}
+    rest = {name: iter(read_prompt_file(DIRECTORY / f"{name}.jsonl")) for name in SETS}
     turns = zip(*(rest[name] for name in MIX), strict=False)
     return list(chain.from_iterable(turns))
 
 
-def read_prompts(path: Path) -> list[Prompt]:
+def read_prompt_file(path: Path) -> list[Prompt]:
     """Reads a JSON Lines file; see `load_prompts`."""
     if not path.is_file():
         found = "a directory" if path.is_dir() else "nothing"
