@@ -28,6 +28,7 @@ from dcut_jax.engine.requests import Request
 from dcut_jax.models.cache import CHUNK
 
 ROUNDS = 4
+ENOUGH_MS = 500.0  # of one step, in all its rounds
 
 
 def fingerprint(
@@ -139,7 +140,7 @@ def profile(
                 on_progress(label, done, total)
 
         for (kind, *cell), samples in measure(
-            steps, rounds=rounds, on_progress=progress
+            steps, rounds=rounds, enough_ms=ENOUGH_MS, on_progress=progress
         ).items():
             found[kind][tuple(cell)] = samples
     return CostTable(here, found["draft"], found["verify"], found["plan"])

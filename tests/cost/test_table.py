@@ -263,6 +263,18 @@ class TestMeasure:
         assert seen == [(i, 6) for i in range(1, 7)]
         assert {name: len(samples) for name, samples in got.items()} == {"a": 3, "b": 3}
 
+    def test_a_long_step_is_timed_twice_and_a_short_one_in_every_round(self):
+        steps = {"long": lambda: time.sleep(0.03), "short": lambda: None}
+        seen = []
+        got = measure(
+            steps, rounds=5, enough_ms=30, on_progress=lambda *at: seen.append(at)
+        )
+        assert {name: len(samples) for name, samples in got.items()} == {
+            "long": 2,
+            "short": 5,
+        }
+        assert seen[-1] == (10, 10)
+
     def test_times_are_milliseconds(self):
         got = measure({"nap": lambda: time.sleep(0.02)}, rounds=2)
         assert all(20 <= ms < 2000 for ms in got["nap"])
