@@ -86,7 +86,7 @@ class TestProfile:
     def test_progress_is_told(self, measured, progress):
         steps = len(measured.draft) + len(measured.verify) + len(measured.plan)
         total = ROUNDS * steps
-        label = "batch 4, context 128"
+        label = f"batch 4, context {CONFIG.max_length - 1}"
         assert progress == [(label, i, total) for i in range(1, total + 1)]
 
     def test_an_engine_runs_on_it(self, pair, compiler, measured, policy, shapes):
@@ -178,7 +178,7 @@ class TestStore:
         got = cost_table(NEEDED, shapes, here, tmp_path, measure_missing=fresh)
         assert got == fresh()
         again = cost_table(
-            unmeasured(), shapes, here, tmp_path, measure_missing=self.never
+            NEEDED, shapes, here, tmp_path, measure_missing=self.never
         )
         assert again == got
 
@@ -205,7 +205,7 @@ class TestStore:
         cost_table(NEEDED, shapes, here, tmp_path, measure_missing=fresh)
         other = dataclasses.replace(shapes, slots=8)
         got = cost_table(
-            unmeasured(), other, here, tmp_path, measure_missing=lambda: fresh(8)
+            NEEDED, other, here, tmp_path, measure_missing=lambda: fresh(8)
         )
         for own in (shapes, other):
             assert dataclasses.replace(unmeasured(), table=got).covered(own)
