@@ -37,12 +37,18 @@ def generate(
     width: int = WIDTH,
     max_length: int | None = None,
     cache_dtype: str = "float32",
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int = 0,
     cost_dir: Path | None = None,
     progress: bool = False,
 ) -> list[Completion]:
-    """Decodes prompts of any lengths greedily, refilling slots as requests finish.
+    """Decodes prompts of any lengths, refilling slots as requests finish.
 
-    The text is the target's own, whatever the mode.
+    The text is the target's own, whatever the mode: its most likely tokens, or with a
+    temperature the draws that the seed fixes.
 
     Args:
       prompts: token ids; `pair.target.text().chat(...)` makes them from messages.
@@ -52,6 +58,8 @@ def generate(
         this machine's costs the first time and keeps them in `cost_dir`.
       max_length: positions a slot can hold; None takes what the prompts need.
       cache_dtype: of the key/value caches.
+      temperature, top_k, top_p, min_p: see `decode.sample.Sampling`.
+      seed: of the first prompt; the next has the next number.
 
     Raises:
       ValueError: a prompt that is empty or does not fit, a batch size below 1, or a
@@ -67,10 +75,28 @@ def generate(
             f"expected a width of 1 to {most} drafts, which is what this drafter's "
             f"block holds; found {width}"
         )
-    requests = [Request(tuple(p), max_new_tokens, tuple(stop)) for p in prompts]
+    requests = [
+        Request(
+            tuple(prompt),
+            max_new_tokens,
+            tuple(stop),
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed + i,
+        )
+        for i, prompt in enumerate(prompts)
+    ]
     if max_length is None:
         max_length = max((len(p) for p in prompts), default=1) + max_new_tokens
-    config = EngineConfig(batch_size, max_length, max(len(stop), 1), cache_dtype)
+    config = EngineConfig(
+        batch_size,
+        max_length,
+        max(len(stop), 1),
+        cache_dtype,
+        sampling=any(r.draws for r in requests),
+    )
     models = pair.models if mode != "ar" else pair.without_drafter()
     compiler = Compiler(models, cache_dtype)
     policy: Policy
@@ -111,6 +137,15 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--max-new-tokens", type=positive, default=128)
     p.add_argument("--max-length", type=positive, help="default: what prompts need")
     p.add_argument(
+        "--temperature", type=float, help="draw tokens; default: take the most likely"
+    )
+    p.add_argument("--top-k", type=positive, help="draw from the k most likely tokens")
+    p.add_argument("--top-p", type=float, help="draw from the likeliest that sum to p")
+    p.add_argument(
+        "--min-p", type=float, help="draw none below this share of the likeliest"
+    )
+    p.add_argument("--seed", type=int, help="of the draws (default: 0)")
+    p.add_argument(
         "--mode", choices=MODES, help="default: dcut, or ar where there is no drafter"
     )
     p.add_argument(
@@ -147,6 +182,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         p.error("--limit belongs to --prompts, and there is no --prompts")
     if args.width and args.mode != "fixed":
         p.error(f"--width belongs to --mode fixed; the mode is {args.mode}")
+    for name in ("top_k", "top_p", "min_p", "seed"):
+        if getattr(args, name) is not None and not args.temperature:
+            flag = "--" + name.replace("_", "-")
+            p.error(f"{flag} is of draws; give a --temperature above 0 with it")
     if args.cost_dir and args.mode != "dcut":
         p.error(f"--cost-dir belongs to --mode dcut; the mode is {args.mode}")
     return args
@@ -177,6 +216,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         width=args.width or WIDTH,
         max_length=args.max_length,
         cache_dtype=args.cache_dtype,
+        temperature=args.temperature or 0.0,
+        top_k=args.top_k or 0,
+        top_p=1.0 if args.top_p is None else args.top_p,
+        min_p=args.min_p or 0.0,
+        seed=args.seed or 0,
         cost_dir=args.cost_dir,
         progress=sys.stderr.isatty(),
     )

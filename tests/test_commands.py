@@ -211,6 +211,23 @@ class TestGenerate:
         assert texts["fixed"] == texts["dcut"] == texts["ar"]
         assert len(list((tmp_path / "cost").iterdir())) == 1
 
+    def test_draws_are_the_same_in_every_mode(self, prompts, tmp_path, capsys):
+        draws = "--temperature 1.5 --top-p 0.95 --seed 3".split()
+        texts = {}
+        for mode, *more in (["ar"], ["fixed", "--width", "3"]):
+            flags = [*PAIR, *prompts, *self.FLAGS, "--mode", mode, *more]
+            generate.main([*flags, *draws])
+            texts[mode] = capsys.readouterr().out
+            generate.main(flags)
+            assert capsys.readouterr().out != texts[mode]
+        assert texts["fixed"] == texts["ar"]
+
+    @pytest.mark.parametrize("flag", ["--top-k", "--top-p", "--min-p", "--seed"])
+    def test_settings_of_draws_without_draws(self, flag, nothing_loads, capsys):
+        with pytest.raises(SystemExit):
+            generate.main(["hello", flag, "1"])
+        assert f"{flag} is of draws" in capsys.readouterr().err
+
     def test_without_a_drafter_it_decodes_plainly(self, capsys):
         assert generate.main([*TARGET, *self.FLAGS, *TEXTS]) == 0
         first = capsys.readouterr()

@@ -56,6 +56,10 @@ from dcut_jax.prompts import DEFAULT, load_prompts
 NEAR_TIE = {"float32": 1e-4, "bfloat16": 2**-2, "float16": 2**-5}
 
 
+# Timed at each batch size in each round: a dozen steps are too few to compare arms by.
+LEAST_TOKENS = 96
+
+
 def arm_names(text: str) -> tuple[str, ...]:
     """An `argparse` type: arms, between commas, each once."""
     names = text.split(",")
@@ -88,8 +92,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--tokens-per-request",
         type=positive,
-        default=12,
-        help="timed tokens per slot and round",
+        help="timed tokens per slot and round; default: 8, and more where fewer than "
+        f"{LEAST_TOKENS} would be timed in all",
     )
     p.add_argument("--cost-dir", type=Path, default=default_directory())
     p.add_argument("--out", type=Path, default=Path("bench-out"))
@@ -228,7 +232,7 @@ def run_rounds(
     peer: TransformersPeer | None,
     *,
     rounds: int,
-    tokens_per_request: int,
+    tokens_per_request: int | None,
 ) -> list[Cell]:
     """Every arm at every batch size in turns, so that they see the machine alike."""
     cells: list[Cell] = []
@@ -237,6 +241,7 @@ def run_rounds(
         for round in range(rounds):
             for batch, by_name in engines.items():
                 label = f"round {round + 1}, batch {batch}"
+                tokens = tokens_per_request or max(8, -(-LEAST_TOKENS // batch))
                 arms = list(by_name.values())
                 turn = round % len(arms)  # no arm is always the first
                 for arm in (*arms[turn:], *arms[:turn]):
@@ -247,7 +252,7 @@ def run_rounds(
                             ready,
                             texts,
                             round=round,
-                            tokens_per_request=tokens_per_request,
+                            tokens_per_request=tokens,
                         )
                     )
                 if peer is not None:
@@ -257,7 +262,7 @@ def run_rounds(
                             batch,
                             texts,
                             round=round,
-                            tokens_per_request=tokens_per_request,
+                            tokens_per_request=tokens,
                         )
                     )
         update(len(cells), "rounds")

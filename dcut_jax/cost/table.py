@@ -30,6 +30,7 @@ class Fingerprint:
       target, drafter: identities of the checkpoints (`drafter` is "" without one).
       dtype, draft_dtype, cache_dtype: of weights and caches.
       positions: cached positions of a slot.
+      sampling: whether requests may draw their tokens.
       jax: version.
       code: digest of the source that the measured steps are compiled from.
     """
@@ -45,6 +46,7 @@ class Fingerprint:
     draft_dtype: str
     cache_dtype: str
     positions: int
+    sampling: bool
     jax: str
     code: str
 
@@ -88,7 +90,7 @@ class CostTable:
     @classmethod
     def empty(cls) -> "CostTable":
         """A table without cells, of nowhere; every look-up raises."""
-        nowhere = Fingerprint("", 0, "", (), "", "", "", "", "", "", 0, "", "")
+        nowhere = Fingerprint("", 0, "", (), "", "", "", "", "", "", 0, False, "", "")
         return cls(nowhere, {}, {}, {})
 
     def require(self, here: Fingerprint) -> "CostTable":

@@ -8,16 +8,18 @@ from jaxtyping import Array, Int
 from dcut_jax.decode.state import DecodeState, Outcome
 
 
-def accept_greedy(
+def accept(
     predicted_BW: Int[Array, "B W"],
     draft_BK: Int[Array, "B K"],
     keep_B: Int[Array, "B"],
     state: DecodeState,
 ) -> tuple[Outcome, DecodeState]:
-    """Commits what greedy decoding of the target alone would have emitted.
+    """Commits what decoding with the target alone would have emitted.
 
     Args:
-      predicted_BW: the target's arg-max after each row; row 0 follows the anchor.
+      predicted_BW: the target's own token after each row, its arg-max or its draw for
+        that position; row 0 follows the anchor. A draft is accepted where it is this
+        token, so what comes out is plain decoding's whatever was proposed.
       draft_BK: proposals, of which the first `keep_B` were verified. `K >= W - 1`.
 
     Returns:

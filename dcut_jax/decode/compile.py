@@ -91,7 +91,9 @@ class Compiler:
         return self._kept[key]
 
     def _state(self, shapes: S.StepShapes) -> DecodeState:
-        return jax.eval_shape(lambda: init_state(shapes.slots, shapes.stops))
+        return jax.eval_shape(
+            lambda: init_state(shapes.slots, shapes.stops, shapes.sampling)
+        )
 
     def _caches(self, shapes: S.StepShapes) -> S.Caches:
         return jax.eval_shape(
@@ -166,11 +168,13 @@ class Compiler:
         return self._get(("empty", one), lambda: _Step(fn, ()))
 
     def prefill(self, shapes: S.StepShapes, chunk: int) -> Executable:
-        """`(params, one-slot caches, token_P, length, count) -> (caches, token)`."""
+        """See `steps.prefill`; the caches are donated."""
         one = replace(shapes, slots=1)
 
         def build() -> _Step:
-            args = (self._params, self._caches(one), _ints(chunk), _ints(), _ints())
+            numbers = (_ints(chunk), _ints(), _ints())
+            sampling = self._state(one).sampling
+            args = (self._params, self._caches(one), *numbers, sampling)
             return _Step(partial(S.prefill, models=self.models), args, donated=1)
 
         return self._get(("prefill", one, chunk), build)
@@ -179,9 +183,10 @@ class Compiler:
         """See `steps.insert`; the caches are donated."""
 
         def build() -> _Step:
-            state, one = self._state(shapes), self._caches(replace(shapes, slots=1))
+            state, one = self._state(shapes), replace(shapes, slots=1)
             numbers = (*[_ints()] * 4, _ints(state.stop_BZ.shape[1]))
-            args = (state, self._caches(shapes), one, *numbers)
+            caches = self._caches(shapes), self._caches(one)
+            args = (state, *caches, *numbers, self._state(one).sampling)
             return _Step(S.insert, args, donated=1)
 
         return self._get(("insert", shapes), build)

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from dcut_jax.decode.sample import Sampling, greedy
+
 NO_STOP = -1  # pads the stop set; no token has this id
 
 
@@ -21,6 +23,7 @@ class DecodeState:
       room_B: tokens the request may still emit.
       active_B: whether the slot decodes.
       stop_BZ: tokens that end the request, padded with `NO_STOP`.
+      sampling: how tokens are drawn; None where every request takes the arg-max.
     """
 
     anchor_B: Int[Array, "B"]
@@ -28,6 +31,7 @@ class DecodeState:
     room_B: Int[Array, "B"]
     active_B: Bool[Array, "B"]
     stop_BZ: Int[Array, "B Z"]
+    sampling: Sampling | None = None
 
 
 @flax.struct.dataclass
@@ -47,7 +51,7 @@ class Outcome:
     finished_B: Bool[Array, "B"]
 
 
-def init_state(slots: int, stops: int) -> DecodeState:
+def init_state(slots: int, stops: int, sampling: bool = False) -> DecodeState:
     """All slots empty, with room for `stops` stop tokens each."""
     zero_B = jnp.zeros(slots, jnp.int32)
     return DecodeState(
@@ -56,6 +60,7 @@ def init_state(slots: int, stops: int) -> DecodeState:
         room_B=zero_B,
         active_B=jnp.zeros(slots, bool),
         stop_BZ=jnp.full((slots, max(stops, 1)), NO_STOP, jnp.int32),
+        sampling=greedy(slots) if sampling else None,
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -17,8 +18,9 @@ from dcut_jax.cut.confidence import top1
 from dcut_jax.cut.numpy_plan import Objective
 from dcut_jax.cut.plan import Plan, plan
 from dcut_jax.cut.survival import log_survival
-from dcut_jax.decode.accept import accept_greedy
+from dcut_jax.decode.accept import accept
 from dcut_jax.decode.pack import Layout, Packed, layout, pack, unpack
+from dcut_jax.decode.sample import Sampling, next_token
 from dcut_jax.decode.state import DecodeState, Outcome, to_wire
 from dcut_jax.decode.verify import prefill_rows, verify_rows
 from dcut_jax.models import dense, drafter
@@ -212,11 +214,31 @@ def verify(
         lay,
         models.taps,
     )
-    predicted_T = top1(dense.logits(rows.hidden, dense.head_VE(params["target"]))).token
+    predicted_T = choose(
+        params,
+        rows.hidden,
+        None
+        if state.sampling is None
+        else jax.tree.map(lambda x: x[packed.owner_T], state.sampling),
+        state.length_B[packed.owner_T] + packed.offset_T + 1,
+    )
     predicted_BW = unpack(predicted_T, packed, lay.width)
-    outcome, after = accept_greedy(predicted_BW, token_BK, keep_B, state)
+    outcome, after = accept(predicted_BW, token_BK, keep_B, state)
     wire_BX = to_wire(widen(outcome, wire_width))
     return wire_BX, after, fresh_rows(params, models, rows, packed, state, outcome)
+
+
+def choose(
+    params: dict[str, Any],
+    hidden_TE: Array,
+    sampling: Sampling | None,
+    position_T: Array,
+) -> Array:
+    """The target's token for each of `position_T`, from the row before it."""
+    logits_TV = dense.logits(hidden_TE, dense.head_VE(params["target"]))
+    if sampling is None:
+        return top1(logits_TV).token
+    return next_token(logits_TV, sampling, position_T)
 
 
 def widen(outcome: Outcome, width: int) -> Outcome:
@@ -284,12 +306,14 @@ def prefill(
     token_P: Array,
     length: Array,
     count: Array,
+    sampling: Sampling | None,
     *,
     models: Models,
 ) -> tuple[Caches, Array]:
     """One chunk of a prompt into one-slot caches; the token that follows its rows.
 
-    The first `count` of P rows are real; they stand at `length` onwards.
+    The first `count` of P rows are real; they stand at `length` onwards. `sampling` is
+    of one slot.
     """
     rows = prefill_rows(
         params["target"],
@@ -301,7 +325,7 @@ def prefill(
         models.taps,
     )
     last_E = rows.hidden[count - 1]
-    token = top1(dense.logits(last_E[None], dense.head_VE(params["target"]))).token[0]
+    token = choose(params, last_E[None], sampling, (length + count)[None])[0]
 
     row_P = jnp.arange(token_P.shape[0])
     position_P = length + row_P
@@ -327,8 +351,9 @@ def insert(
     length: Array,
     room: Array,
     stop_Z: Array,
+    sampling: Sampling | None,
 ) -> tuple[DecodeState, Caches]:
-    """Puts a prefilled request into a slot."""
+    """Puts a prefilled request into a slot; `sampling` is of one slot."""
 
     state = DecodeState(
         anchor_B=state.anchor_B.at[slot].set(anchor),
@@ -336,6 +361,9 @@ def insert(
         room_B=state.room_B.at[slot].set(room),
         active_B=state.active_B.at[slot].set(True),
         stop_BZ=state.stop_BZ.at[slot].set(stop_Z),
+        sampling=jax.tree.map(
+            lambda all_B, one_1: all_B.at[slot].set(one_1[0]), state.sampling, sampling
+        ),
     )
     return state, Caches(
         target=write_slot(caches.target, one.target, slot),
@@ -363,12 +391,14 @@ class StepShapes:
       positions: cached positions a slot needs, its widest step included, L.
       width: rows of a full block, W; 1 without a drafter.
       stops: stop tokens a request may have.
+      sampling: whether requests may draw their tokens.
     """
 
     slots: int
     positions: int
     width: int
     stops: int
+    sampling: bool = False
 
     @property
     def wire_columns(self) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 from dcut_jax.decode import steps as S
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.decode.pack import Layout
+from dcut_jax.decode.sample import Sampling
 from dcut_jax.decode.state import NO_STOP, from_wire, init_state
 from dcut_jax.engine.policy import ArPolicy, DCutPolicy, FixedPolicy, Policy
 from dcut_jax.engine.requests import Completion, Request
@@ -32,12 +33,15 @@ class EngineConfig:
       max_length: longest prompt plus output, in tokens.
       max_stops: stop tokens a request may name.
       cache_dtype: of the key/value caches.
+      sampling: whether requests may draw their tokens; without, steps are a little
+        cheaper.
     """
 
     slots: int
     max_length: int
     max_stops: int = 4
     cache_dtype: str = "float32"
+    sampling: bool = False
 
     def __post_init__(self) -> None:
         if self.slots < 1:
@@ -59,6 +63,7 @@ class EngineConfig:
             positions=self.positions,
             width=models.drafter.max_drafts + 1 if models.drafter else 1,
             stops=self.max_stops,
+            sampling=self.sampling,
         )
 
 
@@ -170,7 +175,7 @@ class Engine:
         """Empties every slot."""
         self.free()  # or there would be two of the caches for a while
         shapes = self.shapes
-        self.state = init_state(shapes.slots, shapes.stops)
+        self.state = init_state(shapes.slots, shapes.stops, shapes.sampling)
         self.caches = S.init_caches(
             self.models,
             shapes.slots,
@@ -217,6 +222,11 @@ class Engine:
             raise ValueError(
                 f"{len(request.stop)} stop tokens; at most {self.config.max_stops}"
             )
+        if request.draws and not self.config.sampling:
+            raise ValueError(
+                f"a temperature of {request.temperature} draws tokens; this engine "
+                f"takes the most likely ones only. Build it with sampling=True"
+            )
         bad = [t for t in request.prompt if not 0 <= t < self.models.target.vocab]
         if bad:
             raise ValueError(
@@ -238,7 +248,12 @@ class Engine:
             tokens[:count] = prompt[done : done + count]
             run = self.compiler.prefill(self.shapes, chunk)
             caches, token = run(
-                self.models.params, caches, tokens, np.int32(done), np.int32(count)
+                self.models.params,
+                caches,
+                tokens,
+                np.int32(done),
+                np.int32(count),
+                self._sampling(request),
             )
             done += count
         return Prefilled(request, caches, int(token))  # type: ignore[arg-type]
@@ -276,7 +291,21 @@ class Engine:
             np.int32(len(request.prompt)),
             np.int32(room),
             stop,
+            self._sampling(request),
         )
+
+    def _sampling(self, request: Request) -> Sampling | None:
+        """A request's settings, as of one slot."""
+        if not self.config.sampling:
+            return None
+        row: dict[str, Any] = {
+            "temperature": np.array([request.temperature], np.float32),
+            "top_k": np.array([request.top_k], np.int32),
+            "top_p": np.array([request.top_p], np.float32),
+            "min_p": np.array([request.min_p], np.float32),
+            "seed": np.array([request.seed], np.int32),
+        }
+        return Sampling(**row)
 
     def cancel(self, completion: Completion) -> None:
         """Frees the slot of a running request; its tokens so far stay.

@@ -27,8 +27,8 @@ from dcut_jax.engine.policy import ArPolicy, DCutPolicy
 from dcut_jax.engine.requests import Request
 from dcut_jax.models.cache import CHUNK
 
-ROUNDS = 4
-ENOUGH_MS = 500.0  # of one step, in all its rounds
+ROUNDS = 12
+ENOUGH_MS = 400.0  # of one step, in all its rounds
 
 
 def fingerprint(
@@ -51,6 +51,7 @@ def fingerprint(
         draft_dtype=str(drafter_weights["fc_CE"].dtype) if drafter_weights else "",
         cache_dtype=config.cache_dtype,
         positions=config.positions,
+        sampling=config.sampling,
         jax=jax.__version__,
         code=code_digest(),
     )
@@ -94,10 +95,11 @@ def default_directory() -> Path:
 def contexts(config: EngineConfig) -> tuple[int, ...]:
     """Context lengths to profile: two chunks of the cache, doublings, the longest.
 
-    A single chunk costs so little less than two that it is not worth measuring.
+    Where two lengths would be near each other the shorter is left out: a chunk more or
+    less costs too little to be worth measuring.
     """
     longest, found, length = config.max_length - 1, [], 2 * CHUNK
-    while length < longest:
+    while 3 * length < 2 * longest:
         found.append(length)
         length *= 2
     return (*found, longest)
@@ -196,9 +198,13 @@ def _fill(engine: Engine, prompt: Sequence[int], context: int) -> None:
     """Fills every slot with `context` real tokens, each slot with its own stretch."""
     engine.reset()
     tokens = np.resize(np.asarray(prompt), context + 7 * engine.config.slots)
+    temperature = 1.0 if engine.config.sampling else 0.0
+    stretches = [tokens[7 * i :][:context] for i in range(min(engine.config.slots, 4))]
     distinct = [
-        engine.prefill(Request(tuple(int(t) for t in tokens[7 * i :][:context]), 1))
-        for i in range(min(engine.config.slots, 4))
+        engine.prefill(
+            Request(tuple(int(t) for t in some), 1, temperature=temperature, top_p=0.9)
+        )
+        for some in stretches
     ]
     for i in range(engine.config.slots):
         ready = distinct[i % len(distinct)]

@@ -28,6 +28,7 @@ HERE = Fingerprint(
     draft_dtype="bfloat16",
     cache_dtype="float32",
     positions=256,
+    sampling=False,
     jax="0.10.0",
     code="abc",
 )
@@ -118,6 +119,7 @@ class TestFingerprint:
         "draft_dtype": "float32",
         "cache_dtype": "bfloat16",
         "positions": 512,
+        "sampling": True,
         "jax": "0.11.0",
         "code": "def",
     }

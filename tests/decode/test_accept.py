@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcut_jax.decode.accept import accept_greedy
+from dcut_jax.decode.accept import accept
 from dcut_jax.decode.state import NO_STOP, DecodeState, from_wire, to_wire
 
-accept = jax.jit(accept_greedy)
+accept = jax.jit(accept)
 
 # The target's arg-max after the anchor and after each of three drafts.
 PREDICTED = [11, 12, 13, 14]

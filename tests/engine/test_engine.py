@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from dcut_jax.cost.table import CostError
+from dcut_jax.decode import sample
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.decode.steps import Models
 from dcut_jax.engine import engine as engine_module
@@ -660,3 +661,102 @@ class TestRefusals:
         with pytest.raises(CostError, match="dcut_jax.profile"):
             build(unmeasured(), 1)
         assert compiler.count == count
+
+
+@pytest.fixture(scope="module")
+def asked(prompts):
+    """Greedy and drawing requests of every kind, in one batch."""
+    return [
+        Request(prompts[0], 30, temperature=3.0, seed=1),
+        Request(prompts[0], 30, temperature=3.0, seed=2),
+        Request(prompts[1], 25),
+        Request(prompts[2], 30, temperature=4.0, top_k=5, seed=3),
+        Request(prompts[3], 20, temperature=3.0, top_p=0.95, seed=-4, stop=(7,)),
+        Request(prompts[4], 30, temperature=3.0, min_p=0.01, seed=5),
+        Request(prompts[5], 9, temperature=5.0, seed=6),
+    ]
+
+
+@pytest.fixture(scope="module")
+def make(pair, compiler):
+    def make(policy, slots):
+        config = EngineConfig(slots, MAX_LENGTH, sampling=True)
+        return Engine(pair, config, policy, compiler=compiler)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def plain(make, asked):
+    return texts(make(ArPolicy(), 1).generate(asked))
+
+
+class TestSampling:
+    """Speculative text equals plain sampling's, seed for seed."""
+
+    def test_plain_sampling_is_what_whole_sequences_give(self, pair, asked, plain):
+        @jax.jit
+        def token_after(tokens_1S, last, sampling):
+            valid = jnp.ones(tokens_1S.shape, bool)
+            rows = forward_sequences(
+                pair.params["target"], pair.target, tokens_1S, valid
+            )
+            logits_1V = logits(
+                rows.hidden[0, last][None], head_VE(pair.params["target"])
+            )
+            return sample.next_token(logits_1V, sampling, (last + 1)[None])[0]
+
+        request, text = asked[3], plain[3]
+        settings = replace(
+            sample.greedy(1),
+            temperature=jnp.float32([4.0]),
+            top_k=jnp.int32([5]),
+            seed=jnp.int32([3]),
+        )
+        tokens = np.zeros((1, 64), np.int32)
+        whole = [*request.prompt, *text]
+        tokens[0, : len(whole)] = whole
+        first = len(request.prompt)
+        got = [
+            int(token_after(tokens, np.int32(at - 1), settings))
+            for at in range(first, len(whole))
+        ]
+        assert got == text
+
+    @pytest.mark.parametrize("width", [3, 7])
+    def test_fixed_width(self, make, asked, plain, width):
+        assert texts(make(FixedPolicy(width), 3).generate(asked)) == plain
+
+    def test_dcut(self, make, asked, plain, shapes_of, invented_table):
+        policy = dcut(shapes_of(3), invented_table, realistic, probe_every=2)
+        engine = make(replace(policy, probe_share=1.0), 3)
+        assert texts(engine.generate(asked[::-1])) == plain[::-1]
+        assert len({(r.width, r.rows) for r in engine.records}) > 3
+
+    def test_seeds_and_temperatures_matter(self, asked, plain, greedy):
+        assert plain[0] != plain[1]
+        assert plain[2] == greedy[asked[2].prompt][:25]
+        for number in (0, 3, 6):
+            text = plain[number]
+            assert text != greedy[asked[number].prompt][: len(text)]
+
+    def test_an_engine_that_takes_the_likeliest_refuses(self, build, prompts):
+        with pytest.raises(ValueError, match="Build it with sampling=True"):
+            build(ArPolicy(), 1).check(Request(prompts[0], 3, temperature=0.5))
+
+    @pytest.mark.parametrize(
+        "bad",
+        [
+            {"temperature": -0.1},
+            {"temperature": float("nan")},
+            {"top_k": -1},
+            {"top_p": 0.0},
+            {"top_p": 1.1},
+            {"min_p": 2.0},
+            {"seed": 2**31},
+        ],
+        ids=str,
+    )
+    def test_settings_that_mean_nothing(self, bad):
+        with pytest.raises(ValueError, match=f"{next(iter(bad))} must be"):
+            Request((1,), 5, **bad)

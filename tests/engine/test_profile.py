@@ -105,7 +105,8 @@ class TestProfile:
             (2, (1,)),
             (128, (127,)),
             (257, (256,)),
-            (258, (256, 257)),
+            (385, (384,)),
+            (386, (256, 385)),
             (1000, (256, 512, 999)),
             (1025, (256, 512, 1024)),
         ],
@@ -177,9 +178,7 @@ class TestStore:
     def test_measured_once_and_then_read(self, here, shapes, fresh, tmp_path):
         got = cost_table(NEEDED, shapes, here, tmp_path, measure_missing=fresh)
         assert got == fresh()
-        again = cost_table(
-            NEEDED, shapes, here, tmp_path, measure_missing=self.never
-        )
+        again = cost_table(NEEDED, shapes, here, tmp_path, measure_missing=self.never)
         assert again == got
 
     def test_a_table_that_lacks_a_cell_is_measured_again(

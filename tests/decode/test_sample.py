@@ -1,0 +1,202 @@
+"""Drawing tokens: which remain, with what frequency, and what does not matter."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dcut_jax.decode.sample import Sampling, greedy, keep, next_token, pick, weights
+
+VOCAB = 300  # two blocks of the search and a part of one
+
+
+def settings(rows, **changes):
+    """Settings that draw from the whole vocabulary, but for the changes."""
+    base = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
+    types = {"top_k": np.int32, "seed": np.int32}
+    return Sampling(
+        **{
+            name: jnp.asarray(np.broadcast_to(value, rows), types.get(name, np.float32))
+            for name, value in (base | changes).items()
+        }
+    )
+
+
+def draw_logits(rows=6, vocab=VOCAB, seed=0):
+    return 3 * np.random.default_rng(seed).normal(size=(rows, vocab)).astype(np.float32)
+
+
+def probabilities(logits_V):
+    p = np.exp(logits_V.astype(np.float64) - logits_V.max())
+    return p / p.sum()
+
+
+def kept_by_sorting(p_V, top_k=0, top_p=1.0, min_p=0.0):
+    """Which tokens stay, one after another from the most likely."""
+    order = np.argsort(-p_V, kind="stable")
+    first = order[: top_k or len(p_V)]
+    mass, second = 0.0, []
+    for token in first:
+        if mass >= top_p * p_V[first].sum() and top_p < 1:
+            break
+        second.append(token)
+        mass += p_V[token]
+    return {int(t) for t in second if p_V[t] >= min_p * p_V.max()}
+
+
+run_keep = jax.jit(lambda logits, sampling: keep(weights(logits), sampling))
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {},
+        {"top_k": 1},
+        {"top_k": 7},
+        {"top_k": 10**6},
+        {"top_p": 0.9},
+        {"top_p": 0.3},
+        {"top_p": 1e-6},
+        {"min_p": 0.2},
+        {"min_p": 1.0},
+        {"top_k": 20, "top_p": 0.8},
+        {"top_k": 20, "top_p": 0.9, "min_p": 0.05},
+    ],
+    ids=str,
+)
+def test_the_tokens_that_remain_are_those_found_by_sorting(filters):
+    logits_TV = draw_logits()
+    kept_TV = np.asarray(run_keep(logits_TV, settings(len(logits_TV), **filters)))
+    for logits_V, kept_V in zip(logits_TV, kept_TV, strict=True):
+        want = kept_by_sorting(probabilities(logits_V), **filters)
+        assert set(np.flatnonzero(kept_V).tolist()) == want
+
+
+def test_tokens_tied_with_the_last_remain():
+    logits_TV = np.float32([[2, 1, 1, 1, 0]])
+    assert run_keep(logits_TV, settings(1, top_k=2)).tolist() == [[1, 1, 1, 1, 0]]
+    assert run_keep(logits_TV, settings(1, top_p=0.5)).tolist() == [[1, 1, 1, 1, 0]]
+
+
+def test_each_row_has_its_own_settings():
+    logits_TV = np.repeat(draw_logits(1), 3, axis=0)
+    rows = settings(3, top_k=[0, 5, 2])
+    assert run_keep(logits_TV, rows).sum(axis=1).tolist() == [VOCAB, 5, 2]
+
+
+class TestPick:
+    def test_every_number_finds_the_token_that_inversion_gives(self):
+        weight_V = np.random.default_rng(0).uniform(size=VOCAB).astype(np.float32)
+        weight_V[100:260] = 0  # a whole block among them
+        uniform_N = np.linspace(0, 1, 2000, endpoint=False, dtype=np.float32)
+        found = jax.jit(pick)(np.tile(weight_V, (2000, 1)), uniform_N)
+        end_V = np.cumsum(weight_V.astype(np.float64))
+        want = np.searchsorted(end_V, uniform_N * end_V[-1], side="right")
+        assert np.mean(np.asarray(found) != want) < 0.002  # rounding at the borders
+        assert (weight_V[np.asarray(found)] > 0).all()
+
+    @pytest.mark.parametrize("token", [0, 127, 128, 255, 299])
+    @pytest.mark.parametrize("number", [0.0, 0.5, np.float32(1) - 2**-24])
+    def test_the_only_token_is_always_drawn(self, token, number):
+        weight_TV = np.zeros((1, VOCAB), np.float32)
+        weight_TV[0, token] = 1e-3
+        got = jax.jit(pick)(weight_TV, np.float32([number]))
+        assert got.tolist() == [token]
+
+
+choose = jax.jit(next_token)
+
+
+def test_a_greedy_row_takes_the_first_of_the_largest_beside_rows_that_draw():
+    logits_TV = draw_logits(4)
+    logits_TV[2, [5, 200]] = 50.0
+    position_T = jnp.arange(4)
+    mixed = settings(4, temperature=[0.0, 1.0, 0.0, 1.0])
+    got = choose(logits_TV, mixed, position_T)
+    alone = choose(logits_TV, greedy(4), position_T)
+    assert got[2] == 5
+    assert got[0] == alone[0] == logits_TV[0].argmax()
+    assert alone.tolist() == logits_TV.argmax(axis=1).tolist()
+
+
+def test_a_draw_depends_on_logits_settings_seed_and_position_alone():
+    logits_V = draw_logits(1)[0]
+    alone = choose(logits_V[None], settings(1, seed=3), jnp.asarray([17]))
+    among = choose(
+        np.stack([draw_logits(1, seed=8)[0], logits_V, logits_V, logits_V]),
+        settings(4, seed=[3, 3, 4, 3], temperature=[0.0, 1.0, 1.0, 1.0]),
+        jnp.asarray([17, 17, 17, 18]),
+    )
+    assert among[1] == alone[0]
+    many = [
+        int(choose(logits_V[None], settings(1, seed=s), jnp.asarray([p]))[0])
+        for s, p in [(3, 17), (4, 17), (3, 18), (5, 17), (3, 19), (6, 17)]
+    ]
+    assert len(set(many)) > 2
+
+
+def chi_square_p(counts, p):
+    """Tail probability by Wilson and Hilferty's cube root."""
+    expected = counts.sum() * p
+    value, freedom = ((counts - expected) ** 2 / expected).sum(), len(p) - 1
+    z = ((value / freedom) ** (1 / 3) - 1 + 2 / (9 * freedom)) / np.sqrt(
+        2 / (9 * freedom)
+    )
+    return 0.5 * (1 - float(jax.scipy.special.erf(z / np.sqrt(2))))
+
+
+@partial(jax.jit, static_argnames=("draws", "biased"))
+def two_tokens(seed, table_VV, first_V, draws, biased=False):
+    """`draws` texts of two tokens, by drafting the likeliest and verifying.
+
+    `biased` accepts a draft with its own probability and else draws afresh from the
+    whole law, as schemes do that take a draft's probability for its acceptance.
+    """
+    seed_N = jnp.arange(draws, dtype=jnp.int32) + seed * draws
+    sampling = Sampling(
+        temperature=jnp.ones(draws),
+        top_k=jnp.zeros(draws, jnp.int32),
+        top_p=jnp.ones(draws),
+        min_p=jnp.zeros(draws),
+        seed=seed_N,
+    )
+
+    def target(logits_NV, position):
+        own_N = next_token(logits_NV, sampling, jnp.full(draws, position))
+        if not biased:
+            return own_N
+        draft_N = jnp.argmax(logits_NV, axis=1)
+        p_N = jnp.max(jax.nn.softmax(logits_NV), axis=1)
+        keys = jax.vmap(lambda s: jax.random.fold_in(jax.random.key(s), 99 + position))
+        accepted_N = jax.vmap(jax.random.uniform)(keys(seed_N)) < p_N
+        return jnp.where(accepted_N, draft_N, own_N)
+
+    a_N = target(jnp.broadcast_to(first_V, (draws, first_V.shape[0])), 1)
+    b_N = target(table_VV[a_N], 2)
+    return a_N * first_V.shape[0] + b_N
+
+
+@pytest.fixture(scope="module")
+def law():
+    rng = np.random.default_rng(5)
+    first_V, table_VV = rng.normal(size=4), rng.normal(size=(4, 4))
+    p_V = probabilities(first_V)
+    p_VV = p_V[:, None] * np.stack([probabilities(row) for row in table_VV])
+    return np.float32(first_V), np.float32(table_VV), p_VV.ravel()
+
+
+def test_two_tokens_follow_the_law_of_the_target(law):
+    first_V, table_VV, p = law
+    passed = 0
+    for seed in range(20):
+        texts = two_tokens(seed, table_VV, first_V, draws=100_000)
+        passed += chi_square_p(np.bincount(texts, minlength=16), p) > 0.01
+    assert passed >= 19
+
+
+def test_the_test_notices_a_biased_scheme(law):
+    first_V, table_VV, p = law
+    texts = two_tokens(0, table_VV, first_V, draws=100_000, biased=True)
+    assert chi_square_p(np.bincount(texts, minlength=16), p) < 1e-6
