@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from dcut_jax.files import write_text
+
 VERSION = 2
 HOW_TO_MEASURE = "measure one with `python -m dcut_jax.profile`"
 
@@ -79,8 +81,13 @@ class CostTable:
     plan: Samples
 
     def __post_init__(self) -> None:
-        for name in ("draft", "verify", "plan"):
+        for name, parts in (("draft", 3), ("verify", 4), ("plan", 1)):
             for key, samples in getattr(self, name).items():
+                if len(key) != parts or not all(isinstance(k, int) for k in key):
+                    raise CostError(
+                        f"{name} time of {key}: expected a key of {parts} whole "
+                        f"numbers; {HOW_TO_MEASURE}"
+                    )
                 if not samples or not all(np.isfinite(s) and s > 0 for s in samples):
                     raise CostError(
                         f"{name} time of {key}: expected finite samples above 0 ms, "
@@ -159,10 +166,7 @@ class CostTable:
                 for name in ("draft", "verify", "plan")
             },
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(data))
-        part.replace(path)
+        write_text(path, json.dumps(data))
 
     @classmethod
     def load(cls, path: Path) -> "CostTable":
@@ -188,7 +192,7 @@ class CostTable:
         except CostError:
             raise
         # Neither JSON nor even text: both are ValueErrors.
-        except (KeyError, TypeError, ValueError) as e:
+        except (KeyError, TypeError, ValueError, RecursionError) as e:
             raise CostError(
                 f"{path} is not a cost table ({e}); {HOW_TO_MEASURE}"
             ) from e

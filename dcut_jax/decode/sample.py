@@ -57,7 +57,7 @@ def next_token(
     """The token after each row.
 
     Args:
-      logits_TV: float32.
+      logits_TV: float32. A row with a NaN or +inf gets some valid token.
       sampling: one entry per row.
       position_T: position of the token that is chosen.
     """
@@ -68,16 +68,23 @@ def next_token(
         # A greedy row takes part with temperature 1 and is not selected below: nothing
         # is divided by a stand-in for zero.
         heat_T = jnp.where(warm_T, sampling.temperature, 1.0)
-        weight_TV = weights(logits_TV / heat_T[:, None])
+        # Thresholds and what is compared with them have to be the same numbers.
+        weight_TV = lax.optimization_barrier(weights(logits_TV, heat_T))
         kept_TV = jnp.where(keep(weight_TV, sampling), weight_TV, 0.0)
-        return pick(kept_TV, uniform(sampling.seed, position_T))
+        token_T = pick(kept_TV, uniform(sampling.seed, position_T))
+        total_T = jnp.sum(kept_TV, axis=1)  # NaN where a logit is
+        return jnp.where(jnp.isfinite(total_T) & (total_T > 0), token_T, best_T)
 
     return jnp.where(warm_T, lax.cond(jnp.any(warm_T), drawn, lambda: best_T), best_T)
 
 
-def weights(logits_TV: Float32[Array, "T V"]) -> Float32[Array, "T V"]:
-    """Probabilities up to a factor: 1 for the most likely token."""
-    return jnp.exp(logits_TV - jnp.max(logits_TV, axis=1, keepdims=True))
+def weights(
+    logits_TV: Float32[Array, "T V"], temperature_T: Float32[Array, "T"]
+) -> Float32[Array, "T V"]:
+    """Probabilities up to a factor: exactly 1 for the most likely token."""
+    # Subtracted first, so that no rounding of a quotient is in the largest one's 0.
+    below_TV = logits_TV - jnp.max(logits_TV, axis=1, keepdims=True)
+    return jnp.exp(below_TV / temperature_T[:, None])
 
 
 def keep(weight_TV: Float32[Array, "T V"], sampling: Sampling) -> Bool[Array, "T V"]:
@@ -97,7 +104,8 @@ def keep(weight_TV: Float32[Array, "T V"], sampling: Sampling) -> Bool[Array, "T
     narrow_T = sampling.top_p < 1
     least_T = _largest_threshold(left_TV, left_TV, share_T, narrow_T)
     second_TV = first_TV & (weight_TV >= least_T[:, None])
-    return second_TV & (weight_TV >= sampling.min_p[:, None])
+    third_TV = second_TV & (weight_TV >= sampling.min_p[:, None])
+    return third_TV | (weight_TV == 1)
 
 
 def _largest_threshold(

@@ -46,6 +46,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.slots < 1:
             raise ValueError(f"batch size must be at least 1; found {self.slots}")
+        if self.max_stops < 1:
+            raise ValueError(f"max_stops must be at least 1; found {self.max_stops}")
         if self.max_length < 2:
             raise ValueError(
                 f"max_length must hold a prompt and a token; found {self.max_length}"
@@ -186,8 +188,14 @@ class Engine:
         self._pending: StepRecord | None = None
 
     def free(self) -> None:
-        """Gives the caches' memory back; only `reset` may come next."""
+        """Gives the caches' memory back; only `reset` may come next.
+
+        Requests that were still running are cancelled.
+        """
         self._caches: S.Caches | None = None
+        for slot in getattr(self, "_slots", ()):
+            if slot is not None:
+                slot.completion.finish = "cancelled"
         self._slots: list[_Slot | None] = [None] * self.shapes.slots
 
     @property

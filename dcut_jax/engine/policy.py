@@ -35,9 +35,13 @@ class ArPolicy:
 
 @dataclass(frozen=True)
 class FixedPolicy:
-    """Always `width` drafts, all of them verified."""
+    """Always `width` drafts, at least one, all of them verified."""
 
     width: int
+
+    def __post_init__(self) -> None:
+        if self.width < 1:
+            raise ValueError(f"a fixed width is at least 1 draft; found {self.width}")
 
     def ladder(self, shapes: StepShapes) -> tuple[int, ...]:
         """Draft widths that a step may ask for."""

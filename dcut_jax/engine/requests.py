@@ -36,7 +36,8 @@ class Request:
             )
         for name, fits, wanted in (
             ("temperature", 0 <= self.temperature < float("inf"), "finite, at least 0"),
-            ("top_k", self.top_k >= 0, "at least 0, which keeps all tokens"),
+            ("top_k", 0 <= self.top_k < 2**31, "at least 0, which keeps all tokens"),
+            ("stop", all(0 <= t < 2**31 for t in self.stop), "token ids"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
             ("seed", -(2**31) <= self.seed < 2**31, "a 32-bit integer"),

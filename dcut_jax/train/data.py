@@ -26,6 +26,7 @@ from typing import Any, BinaryIO, Self
 import jax.numpy as jnp
 import numpy as np
 
+from dcut_jax.files import write_text
 from dcut_jax.train.loss import Blocks
 
 FEATURE_DTYPES = {"bfloat16": jnp.dtype(jnp.bfloat16), "float16": np.dtype("<f2")}
@@ -94,7 +95,7 @@ class DatasetWriter:
                     f"or write to a fresh directory"
                 )
         else:
-            (self.path / MANIFEST).write_text(json.dumps(full, indent=1) + "\n")
+            write_text(self.path / MANIFEST, json.dumps(full, indent=1) + "\n")
         index = _read_index(self.path)
         self.documents = len(index)
         self.tokens = int(index[-1, 0] + index[-1, 2]) if len(index) else 0

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from dcut_jax.config import ConfigError
+from dcut_jax.files import write_text
 from dcut_jax.train.data import Dataset, DatasetError
 from dcut_jax.train.loop import (
     CONFIG,
@@ -54,7 +55,7 @@ def export(run: str | Path, out: str | Path) -> int:
         state = restore(manager, like)
     save_drafter(out, drafter_cfg, state.params, jnp.bfloat16)
     manifest = describe(out, stored, target, int(state.step))
-    (out / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+    write_text(out / MANIFEST, json.dumps(manifest, indent=1) + "\n")
     return int(state.step)
 
 

@@ -25,6 +25,7 @@ import orbax.checkpoint as ocp
 from jaxtyping import Array, Float, Int
 
 from dcut_jax.config import ConfigError, DrafterConfig, LayerType, ModelConfig
+from dcut_jax.files import write_text
 from dcut_jax.models import drafter, params
 from dcut_jax.models.dense import head_VE
 from dcut_jax.train.data import (
@@ -42,6 +43,12 @@ CONFIG = "config.json"
 # What a run may be resumed with other values of: where things lie, and how often it
 # says and saves something.
 MAY_CHANGE = {"data", "out", "init", "log_every", "eval_every", "save_every"}
+
+
+POSITIVE = (
+    *("layers", "taps", "block", "docs", "anchors", "length", "steps"),
+    *("log_every", "eval_every", "eval_anchors", "save_every"),
+)
 
 
 @dataclass(frozen=True)
@@ -107,6 +114,12 @@ class TrainConfig:
     save_every: int = 500
 
     def __post_init__(self) -> None:
+        for name in POSITIVE:
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(
+                    f"{name} must be a whole number of at least 1; found {value!r}"
+                )
         if len(self.widths) != len(self.width_weights):
             raise ConfigError(
                 f"{len(self.widths)} widths and {len(self.width_weights)} weights"
@@ -135,7 +148,10 @@ def read_config(
     Raises:
       ConfigError: a key is unknown or missing, or a value is out of range.
     """
-    raw = tomllib.loads(Path(path).read_text()) | (overrides or {})
+    try:
+        raw = tomllib.loads(Path(path).read_text()) | (overrides or {})
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
     return config_from_json(raw, str(path))
 
 
@@ -485,8 +501,8 @@ class Trainer:
             if manager.latest_step() is not None:
                 check_same_run(cfg, out / CONFIG)
             self.state = restore(manager, self.state)
-            (out / CONFIG).write_text(
-                json.dumps(dataclasses.asdict(cfg), indent=1) + "\n"
+            write_text(
+                out / CONFIG, json.dumps(dataclasses.asdict(cfg), indent=1) + "\n"
             )
             began, since = time.perf_counter(), 0
             losses: list[float] = []

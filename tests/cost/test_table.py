@@ -205,6 +205,9 @@ class TestStore:
             lambda d: d.update(draft=[[[4, 7, 128], ["fast"]]]),
             lambda d: d.update(draft=[[[4, 7, 128], [-1.0]]]),
             lambda d: d.update(draft=[[[4, 7, 128], []]]),
+            lambda d: d.update(draft=[["abc", [1.0]]]),
+            lambda d: d.update(draft=[[[4, 7], [1.0]]]),
+            lambda d: d.update(draft=[[[4, 7, "x"], [1.0]]]),
         ],
         ids=[
             "no_fingerprint",
@@ -221,6 +224,9 @@ class TestStore:
             "a_sample_that_is_text",
             "a_sample_below_zero",
             "no_samples",
+            "a_key_that_is_text",
+            "a_key_too_short",
+            "a_key_with_text",
         ],
     )
     def test_a_damaged_table_is_refused(self, tmp_path, change):
@@ -234,8 +240,18 @@ class TestStore:
 
     @pytest.mark.parametrize(
         "text",
-        [b"", b"{", b"[]", b"3", b"null", b'"text"', b"\xff\xfe\x00", b"{}"],
-        ids=str,
+        [
+            b"",
+            b"{",
+            b"[" * 100_000,
+            b"[]",
+            b"3",
+            b"null",
+            b'"text"',
+            b"\xff\xfe\x00",
+            b"{}",
+        ],
+        ids=lambda text: str(text[:8]),
     )
     def test_another_file_is_refused_by_name(self, tmp_path, text):
         path = tmp_path / "t.json"

@@ -46,7 +46,9 @@ def kept_by_sorting(p_V, top_k=0, top_p=1.0, min_p=0.0):
     return {int(t) for t in second if p_V[t] >= min_p * p_V.max()}
 
 
-run_keep = jax.jit(lambda logits, sampling: keep(weights(logits), sampling))
+run_keep = jax.jit(
+    lambda logits, sampling: keep(weights(logits, sampling.temperature), sampling)
+)
 
 
 @pytest.mark.parametrize(
@@ -78,6 +80,34 @@ def test_tokens_tied_with_the_last_remain():
     logits_TV = np.float32([[2, 1, 1, 1, 0]])
     assert run_keep(logits_TV, settings(1, top_k=2)).tolist() == [[1, 1, 1, 1, 0]]
     assert run_keep(logits_TV, settings(1, top_p=0.5)).tolist() == [[1, 1, 1, 1, 0]]
+
+
+@pytest.mark.parametrize(
+    "settings_of_one",
+    [
+        {"temperature": 0.7, "min_p": 1.0},
+        {"temperature": 0.3, "min_p": 0.999999},
+        {"temperature": 0.3, "top_p": 1e-46},
+        {"temperature": 0.3, "top_k": 1},
+        {"temperature": 1e-10},
+        {"temperature": 1e-10, "top_k": 1},
+    ],
+    ids=str,
+)
+def test_what_leaves_one_token_leaves_the_likeliest(settings_of_one):
+    logits_TV = draw_logits(64, vocab=101)
+    rows = settings(64, seed=np.arange(64), **settings_of_one)
+    got = choose(logits_TV, rows, jnp.arange(64))
+    np.testing.assert_array_equal(got, logits_TV.argmax(axis=1))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_logits_that_are_no_numbers_give_some_token(bad, everywhere):
+    logits_TV = draw_logits(4)
+    logits_TV[:, slice(None) if everywhere else 7] = bad
+    got = np.asarray(choose(logits_TV, settings(4), jnp.arange(4)))
+    assert ((got >= 0) & (got < VOCAB)).all()
 
 
 def test_each_row_has_its_own_settings():

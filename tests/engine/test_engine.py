@@ -538,6 +538,13 @@ class TestCancel:
         assert done.finish == "length"
         assert running.finish == "running"
 
+    def test_a_reset_calls_off_what_runs(self, engine, prompts):
+        engine.reset()
+        running = engine.admit(engine.prefill(Request(prompts[1], 20)))
+        engine.reset()
+        assert running.finish == "cancelled"
+        assert engine.running == 0
+
     def test_one_of_nowhere_is_an_error(self, engine):
         engine.reset()
         with pytest.raises(ValueError, match="a completion of this engine"):
@@ -733,6 +740,15 @@ class TestSampling:
         assert texts(engine.generate(asked[::-1])) == plain[::-1]
         assert len({(r.width, r.rows) for r in engine.records}) > 3
 
+    @pytest.mark.parametrize("settings", [{"min_p": 1.0}, {"top_k": 1}], ids=str)
+    def test_settings_that_leave_one_token_are_greedy(
+        self, make, prompts, greedy, settings
+    ):
+        asked = [Request(p, 12, temperature=0.7, **settings) for p in prompts[:4]]
+        for policy, slots in ((ArPolicy(), 1), (FixedPolicy(3), 3)):
+            got = texts(make(policy, slots).generate(asked))
+            assert got == [greedy[p][:12] for p in prompts[:4]]
+
     def test_seeds_and_temperatures_matter(self, asked, plain, greedy):
         assert plain[0] != plain[1]
         assert plain[2] == greedy[asked[2].prompt][:25]
@@ -750,6 +766,8 @@ class TestSampling:
             {"temperature": -0.1},
             {"temperature": float("nan")},
             {"top_k": -1},
+            {"top_k": 2**31},
+            {"stop": (2**31,)},
             {"top_p": 0.0},
             {"top_p": 1.1},
             {"min_p": 2.0},

@@ -177,6 +177,12 @@ def test_plain_policies_have_one_executable():
     assert FixedPolicy(3).layouts(shapes) == [everything(shapes, 3)]
 
 
+@pytest.mark.parametrize("width", [0, -1])
+def test_a_fixed_width_drafts_something(width):
+    with pytest.raises(ValueError, match="at least 1 draft; found"):
+        FixedPolicy(width)
+
+
 def test_a_cost_that_was_not_measured_is_an_error():
     with pytest.raises(CostError, match="no plan time for 4 slots"):
         unmeasured().cost_ms(shapes_of(4, 8), 0.0)

@@ -343,6 +343,9 @@ def test_config_files(tmp_path):
         (plain + "widths = [3, 7]\n", "2 widths and 1 weights"),
         (plain + "widths = [16]\n", r"widths \[16\] must lie in 1\.\.15"),
         (plain + "shortlist_frequent = 9\n", "shortlist_frequent 9 exceeds"),
+        (plain + "log_every = 0\n", "log_every must be a whole number of at least 1"),
+        (plain + 'steps = "two"\n', "steps must be a whole number.*found 'two'"),
+        (plain + "steps = \n", "run.toml is not TOML"),
         (plain + "eval_fraction = 1.0\n", r"eval_fraction 1\.0 must lie in 0\.\.1"),
     ]:
         path.write_text(text)
