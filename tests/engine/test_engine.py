@@ -658,10 +658,9 @@ class TestRefusals:
         ):
             Engine(alone, EngineConfig(1, 64), policy)
 
-    @pytest.mark.parametrize("width", [0, 8])
-    def test_a_width_beyond_the_block(self, build, width):
-        with pytest.raises(ValueError, match=rf"width {width} is outside 1\.\.7"):
-            build(FixedPolicy(width), 1)
+    def test_a_width_beyond_the_block(self, build):
+        with pytest.raises(ValueError, match=r"width 8 is outside 1\.\.7"):
+            build(FixedPolicy(8), 1)
 
     def test_costs_that_were_never_measured(self, build, compiler):
         count = compiler.count
