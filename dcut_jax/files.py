@@ -1,19 +1,20 @@
 """Writing files so that nobody ever reads half of one."""
 
 import os
-import tempfile
+import threading
 from pathlib import Path
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces a file in one go; several writers at once leave one whole text."""
+    """Replaces a file in one go; several writers at once leave one whole text.
+
+    Raises:
+      OSError: it cannot be written; the file is then as it was.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    part = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.chmod(part, 0o644)  # mkstemp's own is for its owner alone
-        os.replace(part, path)
-    except BaseException:
-        Path(part).unlink(missing_ok=True)
-        raise
+        part.write_text(text)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)  # nothing is left of one that failed
