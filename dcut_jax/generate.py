@@ -1,8 +1,9 @@
 """`python -m dcut_jax.generate`: text from prompts, decoded together."""
 
 import argparse
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -18,8 +19,9 @@ from dcut_jax.engine.load import (
 )
 from dcut_jax.engine.policy import ArPolicy, DCutPolicy, FixedPolicy, Policy
 from dcut_jax.engine.profile import default_directory
-from dcut_jax.engine.requests import Completion, Request
+from dcut_jax.engine.requests import Completion, Halt, Request
 from dcut_jax.prompts import load_prompts
+from dcut_jax.stops import StopStrings
 
 Mode = Literal["ar", "fixed", "dcut"]
 MODES: tuple[Mode, ...] = ("ar", "fixed", "dcut")
@@ -42,6 +44,8 @@ def generate(
     top_p: float = 1.0,
     min_p: float = 0.0,
     seed: int = 0,
+    halt: Callable[[], Halt] | None = None,
+    logprobs: bool = False,
     cost_dir: Path | None = None,
     progress: bool = False,
 ) -> list[Completion]:
@@ -60,6 +64,9 @@ def generate(
       cache_dtype: of the key/value caches.
       temperature, top_k, top_p, min_p: see `decode.sample.Sampling`.
       seed: of the first prompt; the next has the next number.
+      halt: ends texts on the host; `StopStrings(pair.target.text(), ["###"])` does
+        at strings.
+      logprobs: whether completions hold the log-probabilities of their tokens.
 
     Raises:
       ValueError: a prompt that is empty or does not fit, a batch size below 1, or a
@@ -85,6 +92,7 @@ def generate(
             top_p=top_p,
             min_p=min_p,
             seed=seed + i,
+            halt=halt,
         )
         for i, prompt in enumerate(prompts)
     ]
@@ -96,6 +104,7 @@ def generate(
         max(len(stop), 1),
         cache_dtype,
         sampling=any(r.draws for r in requests),
+        logprobs=logprobs,
     )
     models = pair.models if mode != "ar" else pair.without_drafter()
     compiler = Compiler(models, cache_dtype)
@@ -146,6 +155,18 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--seed", type=int, help="of the draws (default: 0)")
     p.add_argument(
+        "--stop",
+        metavar="TEXT",
+        action="append",
+        default=[],
+        help="end before this text; several may be given, the first to come ends it",
+    )
+    p.add_argument(
+        "--logprobs",
+        action="store_true",
+        help="after each text a line of JSON: tokens, and logs of their probabilities",
+    )
+    p.add_argument(
         "--mode", choices=MODES, help="default: dcut, or ar where there is no drafter"
     )
     p.add_argument(
@@ -186,6 +207,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         if getattr(args, name) is not None and not args.temperature:
             flag = "--" + name.replace("_", "-")
             p.error(f"{flag} is of draws; give a --temperature above 0 with it")
+    if not all(args.stop):
+        p.error("expected a text after --stop, found an empty one")
     if args.cost_dir and args.mode != "dcut":
         p.error(f"--cost-dir belongs to --mode dcut; the mode is {args.mode}")
     return args
@@ -205,6 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         conversations = [[{"role": "user", "content": t}] for t in texts]
     pair = load_pair(args.target, args.drafter, args.dtype, args.draft_dtype)
     text = pair.target.text()
+    stops = StopStrings(text, args.stop) if args.stop else None
     prompts = [text.chat(c) for c in conversations]
     results = generate(
         prompts,
@@ -221,13 +245,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         top_p=1.0 if args.top_p is None else args.top_p,
         min_p=args.min_p or 0.0,
         seed=args.seed or 0,
+        halt=stops,
+        logprobs=args.logprobs,
         cost_dir=args.cost_dir,
         progress=sys.stderr.isatty(),
     )
     for conversation, result in zip(conversations, results, strict=True):
         if len(results) > 1:
             print(f"--- {conversation[-1]['content'][:70]!r}")
-        print(text.decode(result.tokens))
+        answer = text.decode(result.tokens)
+        print(stops.cut(answer) if stops else answer)
+        if args.logprobs:
+            data = {"tokens": result.tokens, "logprobs": result.logprobs}
+            print(json.dumps(data))
         if result.steps:
             print(
                 f"[{len(result.tokens)} tokens, {result.steps} steps, "

@@ -35,6 +35,9 @@ class Progressions:
     def decode(self, tokens):
         return " ".join(map(str, tokens))
 
+    def has_text(self, token):
+        return True
+
 
 @pytest.fixture(scope="module")
 def compilers():
@@ -221,6 +224,42 @@ class TestGenerate:
             generate.main(flags)
             assert capsys.readouterr().out != texts[mode]
         assert texts["fixed"] == texts["ar"]
+
+    def test_stop_strings_end_texts_before_them(self, prompts, capsys):
+        generate.main([*PAIR, *prompts, *self.FLAGS, "--mode", "ar"])
+        whole = capsys.readouterr().out.splitlines()[1::2]
+        # From the middle of a token to the middle of another, and one that comes later.
+        first, second = whole[0].split()[2:4]
+        assert len(first) == len(second) == 2
+        stop = f"{first[1]} {second[0]}"
+        flags = [*PAIR, *prompts, *self.FLAGS, "--stop", stop, "--stop", second]
+        texts = {}
+        for mode, *more in (["ar"], ["fixed", "--width", "3"]):
+            generate.main([*flags, "--mode", mode, *more])
+            texts[mode] = capsys.readouterr().out.splitlines()[1::2]
+        assert texts["ar"][0] == whole[0][: whole[0].index(stop)]
+        for text, line in zip(texts["ar"], whole, strict=True):
+            assert line.startswith(text)
+            assert stop not in text
+        assert texts["fixed"] == texts["ar"]
+
+    def test_logprobs_come_as_a_line_of_json(self, prompts, capsys):
+        scores = {}
+        for mode, *more in (["ar"], ["fixed", "--width", "3"]):
+            flags = [*PAIR, *prompts, *self.FLAGS, "--mode", mode, *more]
+            generate.main([*flags, "--logprobs"])
+            lines = capsys.readouterr().out.splitlines()
+            found = [json.loads(line) for line in lines[2::3]]
+            for text, data in zip(lines[1::3], found, strict=True):
+                assert text == Progressions().decode(data["tokens"])
+                assert len(data["logprobs"]) == len(data["tokens"])
+            scores[mode] = [x for data in found for x in data["logprobs"]]
+        assert max(scores["ar"]) <= 0
+        assert scores["fixed"] == pytest.approx(scores["ar"], abs=1e-4)
+
+    def test_a_stop_string_of_nothing(self, refusal):
+        message = "expected a text after --stop, found an empty one"
+        assert message in refusal(generate, "hello", "--stop", "")
 
     @pytest.mark.parametrize("flag", ["--top-k", "--top-p", "--min-p", "--seed"])
     def test_settings_of_draws_without_draws(self, flag, nothing_loads, capsys):

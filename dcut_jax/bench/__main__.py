@@ -17,20 +17,25 @@ import jax
 from dcut_jax.bench.peer import NAME as PEER
 from dcut_jax.bench.peer import TransformersPeer, require_torch
 from dcut_jax.bench.records import AR, BenchResult, Cell, TextCheck
+from dcut_jax.bench.replay import run_replay
 from dcut_jax.bench.report import (
     plot,
+    plot_reliability,
     render_checks,
+    render_reliability,
     render_table,
     require_matplotlib,
 )
 from dcut_jax.bench.runner import (
     DCUT,
     PUBLISHED,
+    WITHOUT,
     Arm,
     Texts,
     fixed_width,
     logit_gap,
     policy_of,
+    reliability_of,
     run_cell,
 )
 from dcut_jax.cli import add_model_flags, bar, distinct, positive, positives, run
@@ -80,7 +85,8 @@ def parser() -> argparse.ArgumentParser:
         "--arms",
         type=arm_names,
         help=f"between commas: {AR}, fixed-WIDTH, {PUBLISHED}, {DCUT}; default: all, "
-        f"with widths {', '.join(map(str, WIDTHS))} as far as the drafter goes",
+        f"with widths {', '.join(map(str, WIDTHS))} as far as the drafter goes. "
+        f"Also, D-Cut without one of its terms: {', '.join(WITHOUT)}",
     )
     p.add_argument("--prompts", default=DEFAULT, help="a shipped set or a JSONL file")
     p.add_argument("--limit", type=positive, default=32, help="prompts to use")
@@ -99,6 +105,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--out", type=Path, default=Path("bench-out"))
     p.add_argument("--no-plot", action="store_true", help="draw no curve.png")
     p.add_argument("--peer", choices=(PEER,), help="a peer's AR as an arm")
+    p.add_argument(
+        "--replay",
+        action="store_true",
+        help="policies on published cost tables instead, without a model; takes --out",
+    )
     return p
 
 
@@ -106,6 +117,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line's values, with what they cannot do together refused."""
     p = parser()
     args = p.parse_args(argv)
+    if args.replay:
+        given = {k for k, v in vars(args).items() if v != p.get_default(k)}
+        if unused := sorted(given - {"replay", "out"}):
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
+            p.error(f"--replay runs no model: expected at most --out, found {flags}")
     if args.max_new_tokens < 2:
         p.error(
             "--max-new-tokens: expected at least 2, found 1; a first token comes with "
@@ -125,6 +141,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the bench; status 1 if a text leaves AR's at more than a near-tie."""
     args = parse(argv)
+    typed = sys.argv[1:] if argv is None else argv
+    command = shlex.join(["python", "-m", "dcut_jax.bench", *typed])
+    if args.replay:
+        return run_replay(command, args.out)
     # Whatever can fail does so before any work.
     if not args.no_plot:
         require_matplotlib()
@@ -181,9 +201,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         tokens_per_request=args.tokens_per_request,
     )
     checks = texts.results(lambda d: logit_gap(plain, ids[d.prompt], texts, d))
-    typed = sys.argv[1:] if argv is None else argv
     result = BenchResult(
-        command=shlex.join(["python", "-m", "dcut_jax.bench", *typed]),
+        command=command,
         date=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         machine=machine() | ({"peer": peer.version} if peer else {}),
         target=pair.target.name,
@@ -197,15 +216,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         cells=tuple(cells),
         checks=checks,
         cache_dtype=args.cache_dtype,
+        reliability=tuple(
+            known
+            for by_name in engines.values()
+            for arm in by_name.values()
+            for known in reliability_of(arm)
+        ),
     )
     wrote = [args.out / "bench.json"]
     wrote[0].write_text(result.to_json() + "\n")  # first: the rest can be made from it
     print(render_table(result))
     print(render_checks(checks))
+    if result.reliability:
+        print(render_reliability(result.reliability))
     if not args.no_plot:
         wrote.append(args.out / "curve.png")
-        plot(result, wrote[1])
-    print(f"wrote {' and '.join(map(str, wrote))}")
+        plot(result, wrote[-1])
+        if any(known.arm == DCUT for known in result.reliability):
+            wrote.append(args.out / "reliability.png")
+            plot_reliability(result, DCUT, wrote[-1])
+    print(f"wrote {', '.join(map(str, wrote))}")
     print(f"took {time.perf_counter() - started:.0f} s")
     print(result.to_json())
     tie = max(NEAR_TIE[args.dtype], NEAR_TIE[args.cache_dtype])

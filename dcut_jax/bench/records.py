@@ -85,6 +85,29 @@ class TextCheck:
 
 
 @dataclass(frozen=True)
+class Reliability:
+    """How predicted survivals of verified drafts compared with what became of them.
+
+    Attributes:
+      kind: "raw", products of the drafter's confidences, or "calibrated", what the plan
+        went by.
+      drafts: verified ones, over all rounds, warm-up included.
+      ece: expected calibration error, 0 at best. auc: chance that a draft which
+        survived was given more than one which did not; NaN unless there are both.
+      bins: ten equal ones of predicted survival: drafts, mean predicted, share that
+        survived.
+    """
+
+    batch: int
+    arm: str
+    kind: str
+    drafts: int
+    ece: float
+    auc: float
+    bins: tuple[tuple[int, float, float], ...]
+
+
+@dataclass(frozen=True)
 class BenchResult:
     """A whole run.
 
@@ -95,6 +118,7 @@ class BenchResult:
         `cache_dtype` of both caches (records made before it was one had float32).
       prompts: how many were decoded, up to `max_new_tokens` tokens each.
       compile_s, profile_s: spent before the first cell, in none of them.
+      reliability: of arms that plan.
     """
 
     command: str
@@ -111,6 +135,7 @@ class BenchResult:
     cells: tuple[Cell, ...]
     checks: tuple[TextCheck, ...]
     cache_dtype: str = "float32"
+    reliability: tuple[Reliability, ...] = ()
 
     def to_json(self) -> str:
         """One line. Numbers that are not finite become null, which JSON can hold."""
@@ -139,12 +164,22 @@ class BenchResult:
             )
         cells = tuple(_build(Cell, c) for c in data.get("cells", ()))
         checks = tuple(_text_check(c) for c in data.get("checks", ()))
-        return _build(cls, {**data, "cells": cells, "checks": checks})
+        known = tuple(_reliability(r) for r in data.get("reliability", ()))
+        lists = {"cells": cells, "checks": checks, "reliability": known}
+        return _build(cls, {**data, **lists})
 
 
 def _text_check(raw: Mapping[str, Any]) -> TextCheck:
     differences = tuple(_build(Difference, d) for d in raw.get("differences", ()))
     return _build(TextCheck, {**raw, "differences": differences})
+
+
+def _reliability(raw: Mapping[str, Any]) -> Reliability:
+    def number(value: float | None) -> float:
+        return math.nan if value is None else value
+
+    bins = tuple((n, number(p), number(s)) for n, p, s in raw.get("bins", ()))
+    return _build(Reliability, {**raw, "bins": bins})
 
 
 def _build(record: type[R], raw: Mapping[str, Any]) -> R:

@@ -17,6 +17,7 @@ from dcut_jax.bench.records import (
     BenchResult,
     Cell,
     Difference,
+    Reliability,
     TextCheck,
 )
 
@@ -36,6 +37,10 @@ STYLES: dict[str, dict[str, Any]] = {
     AR: {"color": INK, "marker": "o", "linestyle": "--"},
     "published": {"color": "#009E73", "marker": "^"},
     "dcut": {"color": "#D55E00", "marker": "D", "linewidth": 2.6, "zorder": 4},
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "raw": {"color": "#7F7F7F", "marker": "o"},
+    "calibrated": {"color": "#D55E00", "marker": "D"},
 }
 FAMILY = ("#9CCBEA", "#56B4E9", "#0072B2", "#003F6B")
 OTHERS = ("#CC79A7", "#E69F00", "#7F7F7F", "#B59F00")
@@ -251,6 +256,81 @@ def _place(d: Difference) -> str:
     if d.expected == NO_TOKEN:
         return f"{place}the end of the text, found token {d.found}"
     return f"{place}token {d.expected}, found {d.found}, logit gap {d.gap:.2g}"
+
+
+def render_reliability(known: Iterable[Reliability]) -> str:
+    """How well each arm's chances were known: one line per arm and batch size."""
+    lines = []
+    for (arm, batch), kinds in _by_arm(known).items():
+        parts = [f"{k.kind} ECE {k.ece:.3f}, AUC {k.auc:.3f}" for k in kinds]
+        drafts = kinds[0].drafts
+        lines.append(
+            f"{arm_name(arm)}, batch {batch}: survival of {drafts} verified drafts: "
+            f"{'; '.join(parts)}"
+        )
+    return "\n".join(lines)
+
+
+def _by_arm(
+    known: Iterable[Reliability],
+) -> dict[tuple[str, int], list[Reliability]]:
+    found: dict[tuple[str, int], list[Reliability]] = defaultdict(list)
+    for one in known:
+        found[one.arm, one.batch].append(one)
+    return found
+
+
+def plot_reliability(result: BenchResult, arm: str, path: Path) -> None:
+    """Draws real over predicted survival of an arm, all batch sizes together.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+      ValueError: the arm has planned nothing.
+    """
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    kinds = {
+        k.kind: pooled(result.reliability, arm, k.kind) for k in result.reliability
+    }
+    kinds = {kind: bins for kind, bins in kinds.items() if bins}
+    if not kinds:
+        raise ValueError(f"expected plans of {arm} to draw, found none; run that arm")
+    figure = Figure(figsize=(5.6, 5.4), layout="constrained", facecolor="white")
+    axes = figure.subplots()
+    axes.plot([0, 1], [0, 1], color=INK, linestyle="--", linewidth=1.2, zorder=1)
+    most = max(n for bins in kinds.values() for n, _, _ in bins)
+    for kind, bins in kinds.items():
+        style = KINDS[kind]
+        x, y = [p for _, p, _ in bins], [s for _, _, s in bins]
+        sizes = [8 + 240 * n / most for n, _, _ in bins]
+        axes.plot(x, y, color=style["color"], linewidth=1.2, label=kind)
+        axes.scatter(x, y, s=sizes, alpha=0.8, **style)
+    axes.set_xlabel("predicted survival of verified drafts", color=INK)
+    axes.set_ylabel("share that survived", color=INK)
+    axes.set_title(f"{arm_name(arm)}: {_title(result)}", fontsize=9, color=INK)
+    axes.grid(color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=160)
+
+
+def pooled(
+    known: Iterable[Reliability], arm: str, kind: str
+) -> list[tuple[int, float, float]]:
+    """Bins of one arm over all batch sizes; those without drafts are left out."""
+    some = [one.bins for one in known if (one.arm, one.kind) == (arm, kind)]
+    merged = []
+    for same in zip(*some, strict=True):
+        filled = [(n, p, s) for n, p, s in same if n]
+        count = sum(n for n, _, _ in filled)
+        if count:
+            predicted = sum(n * p for n, p, _ in filled) / count
+            survived = sum(n * s for n, _, s in filled) / count
+            merged.append((count, predicted, survived))
+    return merged
 
 
 def require_matplotlib() -> None:

@@ -5,12 +5,21 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice, zip_longest
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dcut_jax.bench.records import AR, NO_TOKEN, Cell, Difference, TextCheck
+from dcut_jax.bench.records import (
+    AR,
+    NO_TOKEN,
+    Cell,
+    Difference,
+    Reliability,
+    TextCheck,
+)
+from dcut_jax.cut.calibration import auc, ece, table
 from dcut_jax.decode.steps import Caches, Models
 from dcut_jax.engine.engine import Engine, Prefilled, StepRecord
 from dcut_jax.engine.policy import ArPolicy, DCutPolicy, FixedPolicy, Policy
@@ -19,6 +28,14 @@ from dcut_jax.models import dense
 
 PUBLISHED, DCUT = "published", "dcut"
 FIXED = "fixed-"
+# Arms that show what one term of the policy is worth: D-Cut without it.
+WITHOUT: dict[str, dict[str, Any]] = {
+    "dcut-no-width": {"widths": (), "plain": False, "bypass": False},  # full blocks
+    "dcut-no-plain": {"plain": False},
+    "dcut-no-bypass": {"bypass": False},
+    "dcut-no-calibration": {"calibrate": False},
+    "dcut-no-correction": {"correct": False},
+}
 PHASE_STEPS = 2
 WARM_STEPS = 4
 
@@ -29,13 +46,14 @@ def fixed_width(arm: str) -> int | None:
     Raises:
       ValueError: there is no such arm.
     """
-    if arm in (AR, PUBLISHED, DCUT):
+    if arm in (AR, PUBLISHED, DCUT, *WITHOUT):
         return None
     width = arm.removeprefix(FIXED)
     if arm.startswith(FIXED) and width.isdecimal() and int(width):
         return int(width)
     raise ValueError(
-        f"arm {arm!r} is unknown; choose from {AR}, {FIXED}WIDTH, {PUBLISHED}, {DCUT}"
+        f"arm {arm!r} is unknown; choose from {AR}, {FIXED}WIDTH, {PUBLISHED}, {DCUT}, "
+        f"{', '.join(WITHOUT)}"
     )
 
 
@@ -54,7 +72,12 @@ def policy_of(arm: str, costs: Callable[[], DCutPolicy], most: int) -> Policy:
         return FixedPolicy(width)
     if arm == AR:
         return ArPolicy()
-    return DCutPolicy.published(costs().table) if arm == PUBLISHED else costs()
+    if arm == PUBLISHED:
+        return DCutPolicy.published(costs().table)
+    without = dict(WITHOUT.get(arm, {}))
+    if "widths" in without:
+        without["widths"] = (most,)
+    return replace(costs(), **without)
 
 
 @dataclass
@@ -235,6 +258,27 @@ def run_cell(
         phase_ms=_mean_phases(phases),
         load=os.getloadavg()[0],
     )
+
+
+def reliability_of(arm: Arm) -> list[Reliability]:
+    """How an arm's chances compared with outcomes since the last call."""
+    steering = arm.engine.steering
+    if steering is None:
+        return []
+    kinds = zip(("raw", "calibrated"), steering.reliability(), strict=True)
+    return [
+        Reliability(
+            batch=arm.engine.config.slots,
+            arm=arm.name,
+            kind=kind,
+            drafts=int(found.count_X.sum()),
+            ece=ece(found),
+            auc=auc(found),
+            bins=tuple((b.drafts, b.predicted, b.survived) for b in table(found)),
+        )
+        for kind, found in kinds
+        if found.count_X.sum()
+    ]
 
 
 def _shape_of(records: Sequence[StepRecord], width: int) -> dict[str, float]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from dcut_jax.files import write_text
 
-VERSION = 2
+VERSION = 3
 HOW_TO_MEASURE = "measure one with `python -m dcut_jax.profile`"
 
 
@@ -33,6 +33,7 @@ class Fingerprint:
       dtype, draft_dtype, cache_dtype: of weights and caches.
       positions: cached positions of a slot.
       sampling: whether requests may draw their tokens.
+      logprobs: whether tokens come with their log-probabilities.
       jax: version.
       code: digest of the source that the measured steps are compiled from.
     """
@@ -49,6 +50,7 @@ class Fingerprint:
     cache_dtype: str
     positions: int
     sampling: bool
+    logprobs: bool
     jax: str
     code: str
 
@@ -97,7 +99,9 @@ class CostTable:
     @classmethod
     def empty(cls) -> "CostTable":
         """A table without cells, of nowhere; every look-up raises."""
-        nowhere = Fingerprint("", 0, "", (), "", "", "", "", "", "", 0, False, "", "")
+        nowhere = Fingerprint(
+            "", 0, "", (), "", "", "", "", "", "", 0, False, False, "", ""
+        )
         return cls(nowhere, {}, {}, {})
 
     def require(self, here: Fingerprint) -> "CostTable":
@@ -112,22 +116,25 @@ class CostTable:
         return self
 
     @cached_property
-    def _medians(self) -> dict[str, dict[tuple[int, ...], float]]:
-        return {
-            name: {k: float(np.median(v)) for k, v in getattr(self, name).items()}
-            for name in ("draft", "verify", "plan")
-        }
+    def _medians(self) -> dict[str, dict[tuple[int, ...], dict[int, float]]]:
+        """Medians by name, by key without its context, and by context."""
+        found: dict[str, dict[tuple[int, ...], dict[int, float]]] = {}
+        for name in ("draft", "verify"):
+            by_key = found.setdefault(name, {})
+            for (*key, context), samples in sorted(getattr(self, name).items()):
+                median = float(np.median(samples))
+                by_key.setdefault(tuple(key), {})[context] = median
+        return found
 
     def _at(self, name: str, key: tuple[int, ...], context: float) -> float:
         """Median at `key`, linear between profiled contexts, constant outside."""
-        found = {k[-1]: v for k, v in self._medians[name].items() if k[:-1] == key}
-        if not found:
-            known = sorted({k[:-1] for k in self._medians[name]})
+        found = self._medians[name].get(key)
+        if found is None:
+            known = sorted(self._medians[name])
             raise CostError(
                 f"no {name} time for {key}; known: {known}; {HOW_TO_MEASURE}"
             )
-        contexts = sorted(found)
-        return float(np.interp(context, contexts, [found[c] for c in contexts]))
+        return float(np.interp(context, list(found), list(found.values())))
 
     def draft_ms(self, slots: int, width: int, context: float) -> float:
         """Time of drafting `width` tokens for every slot."""
@@ -139,10 +146,10 @@ class CostTable:
 
     def plan_ms(self, slots: int) -> float:
         """Time of planning and of everything else that AR decoding does not do."""
-        found = self._medians["plan"].get((slots,))
-        if found is None:
+        samples = self.plan.get((slots,))
+        if samples is None:
             raise CostError(f"no plan time for {slots} slots; {HOW_TO_MEASURE}")
-        return found
+        return float(np.median(samples))
 
     def merged(self, other: "CostTable") -> "CostTable":
         """Both tables' cells; `other` wins where both have one."""

@@ -9,6 +9,8 @@ Objective = Literal["tokens", "paper"]
 
 # Fine enough for any ratio in decimals, and with 512 blocks of 32 rows below 2**31.
 FINEST_RATIO = 10_000
+# The log of a chance just below 1: where a draft stands that something must precede.
+BELOW_CERTAIN = -1e-6
 
 
 class NumpyPlan(NamedTuple):
@@ -17,7 +19,8 @@ class NumpyPlan(NamedTuple):
     keep_B: np.ndarray  # int32, drafts to verify, the first ones of each request
     tier: int  # index of the chosen tier
     budget: int  # drafts kept: the sum of keep_B
-    gain: float  # drafts expected to be accepted
+    gain: float  # drafts expected to be accepted, none weighted
+    gain_R: np.ndarray  # float64, weighted, in each tier that holds the anchors
     utility_R: np.ndarray  # float64, tokens per ms; -inf where a tier is too narrow
 
 
@@ -27,6 +30,8 @@ def plan_numpy(
     rows_R: Any,
     cost_ms_R: Any,
     *,
+    weight_B: Any = None,
+    due_B: Any = None,
     objective: Objective = "tokens",
     ratios: tuple[float, ...] | None = None,
 ) -> NumpyPlan:
@@ -38,7 +43,8 @@ def plan_numpy(
 
     Raises:
       ValueError: shapes that do not belong together, tiers that do not rise or cannot
-        hold the anchors, a cost that is not finite and above 0, an unknown objective,
+        hold the anchors, a cost that is not above 0 (infinite: the tier is not there to
+        be chosen; one must be), weights that are not in (0, 1], an unknown objective,
         or ratios that are not one per tier and in (0, 1].
     """
     survival_BK = np.asarray(log_survival_BK, np.float32)
@@ -47,9 +53,19 @@ def plan_numpy(
     check_inputs(survival_BK, active_B, rows_R, cost_ms_R)
     check_options(objective, ratios, tiers=rows_R.size)
 
+    weight_B = np.ones(active_B.shape) if weight_B is None else np.asarray(weight_B)
+    due_B = np.zeros_like(active_B) if due_B is None else np.asarray(due_B, bool)
+    check_requests(active_B, weight_B, due_B)
+
     active = int(active_B.sum())
-    ranked = rank(survival_BK, active_B)
-    # gains[m]: sum of the m best survivals.
+    value_BK = survival_BK + np.log(weight_B.astype(np.float32))[:, None]
+    due_B = due_B & active_B & ~np.isnan(value_BK[:, 0])
+    excess = float(np.sum(1 - np.exp(value_BK[due_B, 0], dtype=np.float64)))
+    if due_B.any():
+        value_BK = np.minimum(value_BK, np.float32(BELOW_CERTAIN))
+        value_BK[due_B, 0] = 0.0
+    ranked = rank(value_BK, active_B)
+    # gains[m]: sum of the m best values.
     gains = np.append(0.0, np.cumsum(np.exp(ranked.value_N, dtype=np.float64)))
     selectable = ranked.owner_N.size
     if ratios is None:
@@ -62,16 +78,22 @@ def plan_numpy(
 
     fits_R = (budget_R >= 0) & (active + budget_R <= rows_R)
     budget_R = np.where(fits_R, budget_R, 0)
-    anchors = active if objective == "tokens" else 0
-    utility_R = np.where(fits_R, (anchors + gains[budget_R]) / cost_ms_R, -np.inf)
+    feasible_R = fits_R & np.isfinite(cost_ms_R)
+    roomy_R = feasible_R & (budget_R >= due_B.sum())
+    feasible_R = roomy_R if roomy_R.any() else feasible_R
+    gain_R = np.where(fits_R, np.maximum(gains[budget_R] - excess, 0.0), 0.0)
+    anchors = weight_B[active_B].sum() if objective == "tokens" else 0.0
+    utility_R = np.where(feasible_R, (anchors + gain_R) / cost_ms_R, -np.inf)
     tier = int(np.argmax(utility_R))  # the first, so the narrowest
-    budget = int(budget_R[tier])
+    budget = int(budget_R[tier]) if feasible_R.any() else 0
     keep_B = np.bincount(ranked.owner_N[:budget], minlength=active_B.size)
+    kept_BK = np.arange(survival_BK.shape[1]) < keep_B[:, None]
     return NumpyPlan(
         keep_B=keep_B.astype(np.int32),
         tier=tier,
         budget=budget,
-        gain=float(gains[budget]),
+        gain=float(np.exp(survival_BK[kept_BK], dtype=np.float64).sum()),
+        gain_R=gain_R,
         utility_R=utility_R,
     )
 
@@ -125,10 +147,26 @@ def check_inputs(
             f"the widest tier has {rows_R[-1]} rows, but {active_B.sum()} requests are "
             f"active; add a tier that holds one row of each"
         )
-    if not (np.isfinite(cost_ms_R) & (cost_ms_R > 0)).all():
+    if not (cost_ms_R > 0).all() or not np.isfinite(cost_ms_R).any():
         raise ValueError(
-            f"expected finite costs above 0 ms, got {cost_ms_R.tolist()} for tiers of "
-            f"{rows_R.tolist()} rows; measure the missing ones"
+            f"expected costs above 0 ms, one of them finite, got {cost_ms_R.tolist()} "
+            f"for tiers of {rows_R.tolist()} rows; measure the missing ones"
+        )
+
+
+def check_requests(
+    active_B: np.ndarray, weight_B: np.ndarray, due_B: np.ndarray
+) -> None:
+    """Raises for weights and marks that are not of these requests."""
+    if weight_B.shape != active_B.shape or due_B.shape != active_B.shape:
+        raise ValueError(
+            f"expected weight_B and due_B like active_B, {active_B.shape}, got "
+            f"{weight_B.shape} and {due_B.shape}"
+        )
+    if not ((weight_B > 0) & (weight_B <= 1)).all():
+        raise ValueError(
+            f"expected weights in (0, 1], got {weight_B.tolist()}; divide them by the "
+            f"largest"
         )
 
 

@@ -7,7 +7,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
-from dcut_jax.cut.numpy_plan import Objective, check_options, ratio_fractions
+from dcut_jax.cut.numpy_plan import (
+    BELOW_CERTAIN,
+    Objective,
+    check_options,
+    ratio_fractions,
+)
 from pallas_kernels import Backend
 from pallas_kernels.budget_topk import budget_topk
 
@@ -18,7 +23,8 @@ class Plan(NamedTuple):
     keep_B: Int32[Array, "B"]  # drafts to verify, the first ones of each request
     tier: Int32[Array, ""]  # index of the chosen tier
     budget: Int32[Array, ""]  # drafts kept: the sum of keep_B
-    gain: Float32[Array, ""]  # drafts expected to be accepted
+    gain: Float32[Array, ""]  # drafts expected to be accepted, none weighted
+    gain_R: Float32[Array, "R"]  # weighted, in each tier that holds the anchors
     utility_R: Float32[Array, "R"]  # tokens per ms; -inf where a tier cannot be run
 
 
@@ -28,6 +34,8 @@ def plan(
     rows_R: Int32[Array, "R"],
     cost_ms_R: Float32[Array, "R"],
     *,
+    weight_B: Float32[Array, "B"] | None = None,
+    due_B: Bool[Array, "B"] | None = None,
     objective: Objective = "tokens",
     ratios: tuple[float, ...] | None = None,
     backend: Backend = "xla",
@@ -40,6 +48,10 @@ def plan(
     * objective "tokens": (A + G) / cost, the tokens committed per ms;
     * objective "paper": G / cost, D-Cut's own choice. Keeping no draft is worth 0.
 
+    With weights a token counts as much as its request's weight: A is then the sum of
+    the active weights, and a draft ranks by weight times survival. A weight is the same
+    all along a request, so what is kept is still a prefix. Weights of 1 change no bit.
+
     On an exact tie the narrower tier wins. Requests with equal survivals aside, the
     plan does not depend on the order of the batch.
 
@@ -50,6 +62,11 @@ def plan(
         every anchor.
       cost_ms_R: time of a step in each tier, above 0. A tier with any other cost is
         never chosen; that is an error which the caller raises, outside of jit.
+      weight_B: what a token of each request is worth, in (0, 1], the largest active
+        one 1. It must not depend on draws of this step.
+      due_B: requests of which a draft is verified whatever it is worth, where any tier
+        that can be run has room for all of them; so nobody goes without for ever. In
+        utilities they count what they are worth.
       ratios: with these, one per tier, tier r keeps what the paper keeps at
         `ratios[r]` instead of filling its rows; see `paper_budgets`.
       backend: see `budget_topk`.
@@ -74,23 +91,48 @@ def plan(
         wanted_R = paper_budgets(ratios, active_count, width)
         budget_R = jnp.minimum(wanted_R, selectable)
     fits_R = (budget_R >= 0) & (active_count + budget_R <= rows_R)
+    budget_R = jnp.where(fits_R, budget_R, 0)
     feasible_R = fits_R & jnp.isfinite(cost_ms_R) & (cost_ms_R > 0)
-    budget_R = jnp.where(feasible_R, budget_R, 0)
 
-    topk = budget_topk(log_survival_BK, active_B, budget_R, backend=backend)
-    yield_R = topk.gain_R
+    if weight_B is None:
+        weight_B = jnp.ones(active_B.shape, jnp.float32)
+    value_BK = log_survival_BK + jnp.log(weight_B)[:, None]
+    excess = jnp.float32(0)
+    if due_B is not None:
+        due_B = due_B & active_B & ~jnp.isnan(value_BK[:, 0])
+        excess = jnp.sum(jnp.where(due_B, 1 - jnp.exp(value_BK[:, 0]), 0.0))
+        value_BK = put_first(value_BK, due_B)
+        roomy_R = feasible_R & (budget_R >= jnp.sum(due_B, dtype=jnp.int32))
+        feasible_R = jnp.where(jnp.any(roomy_R), roomy_R, feasible_R)
+
+    topk = budget_topk(value_BK, active_B, budget_R, backend=backend)
+    gain_R = jnp.where(fits_R, jnp.maximum(topk.gain_R - excess, 0.0), 0.0)
+    yield_R = gain_R
     if objective == "tokens":
-        yield_R += active_count.astype(jnp.float32)
+        yield_R += jnp.sum(jnp.where(active_B, weight_B, 0.0))
     utility_R = jnp.where(feasible_R, yield_R / cost_ms_R, -jnp.inf)
     tier = jnp.argmax(utility_R).astype(jnp.int32)  # the first, so the narrowest
-    keep_B = topk.keep_RB[tier]
+    runnable = jnp.any(feasible_R)
+    keep_B = jnp.where(runnable, topk.keep_RB[tier], 0)
+    kept_BK = jnp.arange(log_survival_BK.shape[1])[None] < keep_B[:, None]
     return Plan(
         keep_B=keep_B,
         tier=tier,
         budget=jnp.sum(keep_B, dtype=jnp.int32),
-        gain=topk.gain_R[tier],
+        gain=jnp.sum(jnp.where(kept_BK, jnp.exp(log_survival_BK), 0.0)),
+        gain_R=gain_R,
         utility_R=utility_R,
     )
+
+
+def put_first(
+    value_BK: Float32[Array, "B K"], due_B: Bool[Array, "B"]
+) -> Float32[Array, "B K"]:
+    """Values in which the first drafts of due requests stand above all others."""
+    below_BK = jnp.minimum(value_BK, BELOW_CERTAIN)
+    lowered_BK = jnp.where(jnp.any(due_B), below_BK, value_BK)
+    first_1K = jnp.arange(value_BK.shape[1])[None] == 0
+    return jnp.where(first_1K & due_B[:, None], 0.0, lowered_BK)
 
 
 def selectable_drafts(

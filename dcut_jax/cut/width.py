@@ -1,87 +1,167 @@
-"""How many drafts to ask for, from statistics of earlier steps."""
+"""How many drafts to ask for, and whether to plan, from statistics of earlier steps."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-# Weight of a step in the running means: they remember about twenty steps.
-_RATE = 0.05
-# Steps' worth of trust in the prior before there is evidence; it fades as that comes.
-_PRIOR_STEPS = 8.0
+import numpy as np
+
+# What is known of a width rests on about so many requests' steps, however many requests
+# are in a step: of one request a single step says next to nothing.
+_REQUEST_STEPS = 600
+# Looks at a width that are kept: so many requests' worth, and between these bounds.
+_LOOK_REQUESTS = 1024
+_FEWEST_LOOKS, _MOST_LOOKS = 20, 256
+# The widest is looked at first, in so many requests' steps, once at least.
+_FIRST_REQUESTS = 16
+# Steps after which a look counts half: in a spell without drafts looks are rare, and
+# old ones must not drown what a new one shows.
+_HALF_LIFE = 256
+# Promises are reckoned anew once there is a sixteenth more to reckon with.
+_NEWS = 16
+# Most weight of a step in the running ratio of accepted to predicted drafts.
+_MOST_RATE = 0.05
+# Times `probe_every` after which the narrowest width is probed whatever it costs.
+_LONGEST_SPELL = 8
+
+
+class StepCosts(NamedTuple):
+    """What a step costs, ms, by drafting width (M) and tier (R).
+
+    Infinite where there is no such step: a width that is not offered a tier, plain or
+    unplanned steps that a policy does not take.
+    """
+
+    plain_ms: float  # nothing drafted, nothing planned
+    planned_MR: np.ndarray
+    full_M: np.ndarray  # all drafts verified, nothing planned
+
+    def within(self, cap_ms: float) -> "StepCosts":
+        """Only steps of at most `cap_ms`; the cheapest alone if there are none."""
+        cheapest = min(self.plain_ms, self.planned_MR.min(), self.full_M.min())
+        cap_ms = max(cap_ms, cheapest)
+        return StepCosts(
+            self.plain_ms if self.plain_ms <= cap_ms else np.inf,
+            np.where(self.planned_MR <= cap_ms, self.planned_MR, np.inf),
+            np.where(self.full_M <= cap_ms, self.full_M, np.inf),
+        )
+
+
+class Choice(NamedTuple):
+    """A step to take: drafts to ask for, and whether a plan cuts them."""
+
+    width: int
+    planned: bool
+
+
+PLAIN = Choice(0, planned=False)
+
+
+class Promise(NamedTuple):
+    """What a choice is expected to yield, and its time."""
+
+    per_ms: float  # worth per anchor and ms
+    ms: float
+
+
+class _Looks:
+    """What planned steps could have gained at one width, per anchor; the newest ones.
+
+    Rings of arrays: a step must not pay for a loop over hundreds of looks.
+    """
+
+    def __init__(self, kept: int, tiers: int) -> None:
+        self._step_J = np.zeros(kept)
+        self._share_JR = np.zeros((kept, tiers))
+        self._base_J = np.zeros(kept)
+        self.count = 0
+
+    def add(self, step: int, share_R: np.ndarray, base: float) -> None:
+        """`base`: gain of all drafts of the narrowest width, in the same step."""
+        at = self.count % self._step_J.size
+        self._step_J[at], self._share_JR[at], self._base_J[at] = step, share_R, base
+        self.count += 1
+
+    @property
+    def share_JR(self) -> np.ndarray:
+        return self._share_JR[: self.count]
+
+    @property
+    def base_J(self) -> np.ndarray:
+        return self._base_J[: self.count]
+
+    def weight_J(self, step: int) -> np.ndarray:
+        """How much each look counts at `step`; they sum to 1."""
+        weight_J = np.exp2((self._step_J[: self.count] - step) / _HALF_LIFE)
+        return weight_J / weight_J.sum()
 
 
 @dataclass
 class _Ratio:
-    """Committed over predicted tokens, both decayed."""
+    """Accepted over predicted drafts, both decayed, in requests' steps."""
 
-    committed: float = 0.0
+    accepted: float = 0.0
     predicted: float = 0.0
-    steps: float = 0.0
-    prior_steps: float = _PRIOR_STEPS
+    requests: float = 0.0
+    prior: float = _REQUEST_STEPS  # weight of the prior, fading as evidence comes
 
-    def add(self, committed: float, predicted: float) -> None:
-        keep = 1 - _RATE
-        self.committed = self.committed * keep + committed
+    def add(self, requests: float, accepted: float, predicted: float) -> None:
+        keep = 1 - min(_MOST_RATE, requests / _REQUEST_STEPS)
+        self.accepted = self.accepted * keep + accepted
         self.predicted = self.predicted * keep + predicted
-        self.steps = self.steps * keep + 1
-        self.prior_steps *= keep
+        self.requests = self.requests * keep + requests
+        self.prior *= keep
 
     def value(self, prior: float) -> float:
         """The ratio, shrunk to `prior` while there is little evidence."""
-        if self.predicted == 0:
+        if self.predicted <= 0:
             return prior
-        scale = self.predicted / self.steps * self.prior_steps
-        return (self.committed + prior * scale) / (self.predicted + scale)
-
-
-@dataclass
-class _Mean:
-    """A running mean that forgets; of few values it is their plain mean."""
-
-    total: float = 0.0
-    weight: float = 0.0
-
-    def add(self, value: float) -> None:
-        self.total = self.total * (1 - _RATE) + value
-        self.weight = self.weight * (1 - _RATE) + 1
-
-    def value(self) -> float:
-        return self.total / self.weight if self.weight else 0.0
+        scale = self.predicted / self.requests * self.prior
+        return (self.accepted + prior * scale) / (self.predicted + scale)
 
 
 @dataclass
 class WidthChooser:
-    """Picks the draft width with the best expected tokens per ms; 0 is plain decoding.
+    """Picks the step with the best expected yield per ms.
 
-    A step of width `w` shows what the plan would have been worth at every width up to
-    `w` (its utility, tokens per ms). Widths are compared within a step, as ratios to
-    the narrowest one's utility: how easy the texts happened to be then cancels.
-    Confidences are not acceptance rates, so each width's predictions are scaled by what
-    steps of that width really committed, shrunk to all widths' scale. Nothing of the
-    current step's drafts enters its own width.
+    To choose from: plain decoding (width 0); for each drafting width a step that
+    verifies all drafts and plans nothing, and one whose drafts a plan cuts. The first
+    two take the executables of plain and of fixed-width decoding, and do no other work.
+    Each kind must be worth `margin` more than the best of those before it.
 
-    Every width is run once, the widest first. After that the best runs, and of the
-    others now and then one that has not run for long: without, nothing would be learnt
-    of the widths beyond the current one, nor of how far the others' predictions are to
-    be believed. Probes are paid for from a fixed share of the time, an equal part for
-    each width, so one that costs much is rare.
+    A planned step of width `w` shows what every tier would have gained at every width
+    up to `w`, of live confidences. Remembered gains are weighed against the costs as
+    they are now. How much better one width is than another is asked within steps that
+    showed both, so that easy and hard texts cancel. Confidences are not acceptance
+    rates, so gains are scaled by what steps of that width really accepted, shrunk to
+    all widths' scale. Nothing of a step's own drafts enters its choice.
+
+    The widest width is looked at first; it shows all. After that the best step runs,
+    and now and then a planned step of a width that has not been looked at for long.
+    Probes are paid for from a fixed share of the time, an equal part for each width, so
+    one that costs much is rare. Only the narrowest is never left out for longer than
+    eight times `probe_every` steps.
 
     Attributes:
-      widths: the ladder, rising. With 0 in it, a step of 0 promises exactly one token
-        per request, and needs no look.
-      probe_every: steps after which a width is due for a probe.
-      probe_share: of the time, what probes may lose against the best width.
+      widths: the ladder, rising. With 0 in it, a step may draft nothing.
+      probe_every: steps after which a width is due for a look.
+      probe_share: of the time, what probes may lose against the best choice.
+      margin: share by which a choice with more machinery must be better.
     """
 
     widths: tuple[int, ...]
     probe_every: int = 32
     probe_share: float = 0.01
-    _relative: dict[int, _Mean] = field(default_factory=dict)
-    _ms: dict[int, _Mean] = field(default_factory=dict)
+    margin: float = 0.01
+    _looks: dict[int, _Looks] = field(default_factory=dict)
+    _first_looks: float = 0.0  # requests' steps so far
+    _looks_kept: int = _MOST_LOOKS
     _own: dict[int, _Ratio] = field(default_factory=dict)
     _pooled: _Ratio = field(default_factory=_Ratio)
-    _ran: dict[int, int] = field(default_factory=dict)
+    _looked: dict[int, int] = field(default_factory=dict)
     _step: int = 0
-    _credit_ms: dict[int, float] = field(default_factory=dict)
+    _purse_ms: dict[int, float] = field(default_factory=dict)
+    _known: "tuple[StepCosts, dict[Choice, Promise]] | None" = None
+    _news: int = 0
 
     def __post_init__(self) -> None:
         if not self.drafting or list(self.widths) != sorted(set(self.widths)):
@@ -98,85 +178,192 @@ class WidthChooser:
             raise ValueError(
                 f"probe_share must lie in (0, 1]; found {self.probe_share}"
             )
+        if not 0 <= self.margin < 1:
+            raise ValueError(f"margin must lie in [0, 1); found {self.margin}")
 
     @property
     def drafting(self) -> tuple[int, ...]:
         """The widths that need a look: all but 0."""
         return tuple(w for w in self.widths if w != 0)
 
-    def next(self) -> int:
-        """The width of the coming step."""
+    def next(self, costs: StepCosts) -> Choice:
+        """The coming step's choice, where steps cost `costs`."""
         step, self._step = self._step, self._step + 1
-        width = self._pick(step)
-        self._ran[width] = step
-        return width
+        choice = self._pick(step, costs)
+        if choice.planned:
+            self._looked[choice.width] = step
+        return choice
 
-    def _pick(self, step: int) -> int:
-        if step < len(self.drafting):
-            return self.drafting[-1 - step]
-        best = max(self.widths, key=self.expected)
-        earned_ms = self.probe_share * self._mean_ms(best) / len(self.drafting)
-        affordable = []
-        for w in self.drafting:
-            if w == best:
+    def _pick(self, step: int, costs: StepCosts) -> Choice:
+        if self._first_looks < _FIRST_REQUESTS:
+            runnable = np.isfinite(costs.planned_MR).any(axis=1)
+            if not runnable.any():
+                return PLAIN
+            return Choice(self.drafting[int(np.flatnonzero(runnable)[-1])], True)
+        promises = self.promises(costs)
+        best = self._best(promises)
+        return self._probe(step, best, promises) or best
+
+    def _best(self, promises: dict[Choice, Promise]) -> Choice:
+        """The best choice; one with less machinery goes first within the margin."""
+        found, bar = None, -np.inf
+        for machinery in (_drafts_nothing, _plans_nothing, _plans):
+            some = [c for c in promises if machinery(c)]
+            if not some:
                 continue
+            best = max(some, key=lambda c: promises[c].per_ms)
+            if found is None or promises[best].per_ms > bar:
+                found, bar = best, promises[best].per_ms * (1 + self.margin)
+        assert found is not None, "some step can always be taken"
+        return found
+
+    def _probe(
+        self, step: int, best: Choice, promises: dict[Choice, Promise]
+    ) -> Choice | None:
+        """A planned step of a width that is due and paid for."""
+        earned_ms = self.probe_share * promises[best].ms / len(self.drafting)
+        due = []
+        for width in self.drafting:
+            choice = Choice(width, planned=True)
+            if choice == best or choice not in promises:
+                continue
+            promise = promises[choice]
+            behind = 1 - promise.per_ms / promises[best].per_ms
+            loss_ms = promise.ms * max(behind, 0.0)
             # Each has its own purse: a cheap probe takes nothing from a dear one. It
             # holds one probe, so that no burst follows a long calm spell.
-            loss_ms = self._loss_ms(w, best)
-            purse_ms = min(self._credit_ms.get(w, 0.0) + earned_ms, loss_ms)
-            self._credit_ms[w] = purse_ms
-            due = step - self._ran[w] >= self.probe_every
-            if due and purse_ms >= loss_ms:
-                affordable.append(w)
-        if not affordable:
-            return best
-        probe = min(affordable, key=self._ran.__getitem__)
-        self._credit_ms[probe] = 0.0
+            purse_ms = min(self._purse_ms.get(width, 0.0) + earned_ms, loss_ms)
+            self._purse_ms[width] = purse_ms
+            waited = step - self._looked.get(width, -self.probe_every)
+            longest = self.probe_every * _LONGEST_SPELL
+            forced = width == self.drafting[0] and waited >= longest
+            if forced or (waited >= self.probe_every and purse_ms >= loss_ms):
+                due.append(choice)
+        if not due:
+            return None
+        probe = min(due, key=lambda c: self._looked.get(c.width, -1))
+        self._purse_ms[probe.width] = 0.0
         return probe
 
-    def _mean_ms(self, width: int) -> float:
-        return self._ms.get(width, _Mean()).value()
+    def promises(self, costs: StepCosts) -> dict[Choice, Promise]:
+        """What each choice that can be taken is expected to yield, per anchor."""
+        if self._known is not None and self._known[0] is costs:
+            return self._known[1]
+        found: dict[Choice, Promise] = {}
+        for m, width in enumerate(self.drafting):
+            if np.isfinite(costs.planned_MR[m]).any():
+                found[Choice(width, True)] = self._planned(m, costs.planned_MR[m])
+            if np.isfinite(costs.full_M[m]):
+                found[Choice(width, False)] = self._full(m, float(costs.full_M[m]))
+        if np.isfinite(costs.plain_ms):
+            found[PLAIN] = Promise(1 / costs.plain_ms, costs.plain_ms)
+        self._known, self._news = (costs, found), 0
+        return found
 
-    def _loss_ms(self, width: int, best: int) -> float:
-        """What a step of `width` costs beyond what the best takes for its tokens."""
-        most = self.expected(best)
-        share = 1 - self.expected(width) / most if most > 0 else 0.0
-        return self._mean_ms(width) * share
+    def _planned(self, m: int, cost_ms_R: np.ndarray) -> Promise:
+        """Promise of the `m`-th drafting width where its tiers cost so much."""
+        looks = self._looks.get(m)
+        if looks is None:
+            return Promise(0.0, float(cost_ms_R.min()))
+        weight_J = looks.weight_J(self._step)
+        scale = self.scale(self.drafting[m])
+        per_ms_JR = (1 + scale * looks.share_JR) / cost_ms_R
+        per_ms = float(weight_J @ per_ms_JR.max(axis=1)) * self._ease(looks)
+        ms = float(weight_J @ cost_ms_R[per_ms_JR.argmax(axis=1)])
+        return Promise(per_ms, ms)
 
-    def expected(self, width: int) -> float:
-        """Expected tokens per ms, relative to what the narrowest width promises.
+    def _full(self, m: int, cost_ms: float) -> Promise:
+        """The same where all drafts are verified; they are in the last tier."""
+        looks = self._looks.get(m)
+        if looks is None:
+            return Promise(0.0, cost_ms)
+        share = float(looks.weight_J(self._step) @ looks.share_JR[:, -1])
+        worth = 1 + self.scale(self.drafting[m]) * share
+        return Promise(worth * self._ease(looks) / cost_ms, cost_ms)
 
-        0 before anything is known of the width.
+    def _ease(self, looks: _Looks) -> float:
+        """How much easier the texts of late are than those of these looks.
+
+        Every planned step shows the narrowest width, only some go wide: those say how a
+        width compares with the narrowest, and all of them what that one yields.
         """
-        if width == 0:
-            return 1.0  # it keeps its promise
-        pooled = self._pooled.value(prior=1.0)
-        own = self._own.get(width, _Ratio())
-        return self._relative.get(width, _Mean()).value() * own.value(prior=pooled)
+        late, scale = self._looks[0], self.scale(self.drafting[0])
+        if looks is late:
+            return 1.0
+        now = 1 + scale * float(late.weight_J(self._step) @ late.base_J)
+        return now / (1 + scale * float(looks.weight_J(self._step) @ looks.base_J))
 
-    def observe(
-        self,
-        width: int,
-        utilities: Mapping[int, float],
-        predicted: float,
-        committed: float,
-        ms: Mapping[int, float],
-    ) -> None:
-        """Takes in one finished step that drafted.
+    def scale(self, width: int) -> float:
+        """Drafts accepted of those predicted, in steps of this width."""
+        return self._own.get(width, _Ratio()).value(self._pooled.value(prior=1.0))
+
+    def look(self, *, anchors: float, gain_MR: np.ndarray) -> None:
+        """Takes in what the plan of a step saw, before its outcome is known.
 
         Args:
-          width: the width it ran.
-          utilities: predicted tokens per ms of its best plan at each width up to
-            `width`, the narrowest included.
-          predicted, committed: tokens of the plan that ran, expected and real.
-          ms: costs of the step that ran and, where it is in the ladder, of one of
-            width 0.
+          anchors: sum of the weights of its requests; without weights, their number.
+          gain_MR: weighted gain of every tier at every drafting width, NaN beyond the
+            width that was drafted.
         """
-        narrowest = utilities[self.widths[0]]
-        if narrowest > 0:
-            for w, utility in utilities.items():
-                self._relative.setdefault(w, _Mean()).add(utility / narrowest)
-        for w, cost in ms.items():
-            self._ms.setdefault(w, _Mean()).add(cost)
-        self._own.setdefault(width, _Ratio()).add(committed, predicted)
-        self._pooled.add(committed, predicted)
+        if anchors <= 0:
+            return
+        if self._first_looks == 0:
+            kept = int(np.clip(_LOOK_REQUESTS / anchors, _FEWEST_LOOKS, _MOST_LOOKS))
+            self._looks_kept = kept
+        self._first_looks += anchors
+        share_MR = gain_MR / anchors
+        for m, share_R in enumerate(share_MR):
+            if not np.isnan(share_R[0]):
+                if m not in self._looks:
+                    self._looks[m] = _Looks(self._looks_kept, share_R.size)
+                self._looks[m].add(self._step, share_R, float(share_MR[0, -1]))
+        self._tell()
+
+    def outcome(
+        self,
+        choice: Choice,
+        *,
+        anchors: float,
+        predicted: float | None,
+        accepted: float,
+    ) -> None:
+        """Takes in a finished step that drafted.
+
+        Args:
+          choice: what ran.
+          anchors: its requests.
+          predicted: drafts that its plan expected to be accepted; None without one.
+          accepted: drafts that were.
+        """
+        if predicted is None:
+            predicted = self._full_gain(choice.width, anchors)
+        if predicted > 0:
+            own = self._own.setdefault(choice.width, _Ratio())
+            own.add(anchors, accepted, predicted)
+            self._pooled.add(anchors, accepted, predicted)
+            self._tell()
+
+    def _tell(self) -> None:
+        """Something new is known; promises are reckoned anew once it is enough."""
+        self._news += 1
+        if self._news * _NEWS >= max(looks.count for looks in self._looks.values()):
+            self._known = None
+
+    def _full_gain(self, width: int, anchors: float) -> float:
+        """What looks let a step expect that verifies all drafts."""
+        looks = self._looks.get(self.drafting.index(width))
+        if looks is None:
+            return 0.0
+        return anchors * float(looks.weight_J(self._step) @ looks.share_JR[:, -1])
+
+
+def _drafts_nothing(choice: Choice) -> bool:
+    return choice.width == 0
+
+
+def _plans_nothing(choice: Choice) -> bool:
+    return choice.width > 0 and not choice.planned
+
+
+def _plans(choice: Choice) -> bool:
+    return choice.planned

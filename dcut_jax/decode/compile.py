@@ -17,6 +17,13 @@ import jax
 import jax.numpy as jnp
 
 from dcut_jax.decode import steps as S
+from dcut_jax.decode.decide import (
+    PlanKey,
+    Proposal,
+    Situation,
+    decide,
+    init_memory,
+)
 from dcut_jax.decode.pack import Layout
 from dcut_jax.decode.state import DecodeState, init_state
 
@@ -114,19 +121,23 @@ class Compiler:
 
         return self._get(("draft", shapes, width), build)
 
-    def decide(self, shapes: S.StepShapes, key: S.PlanKey) -> Executable:
-        """`(proposal, state, cost_ms_MR, width index, wire) -> (Plan, read-back)`."""
+    def decide(self, shapes: S.StepShapes, key: PlanKey) -> Executable:
+        """See `decide.decide`."""
 
         def build() -> _Step:
             B, K = shapes.slots, shapes.width - 1
-            args = (
-                S.Proposal(_ints(B, K), _floats(B, K)),
-                self._state(shapes),
-                _floats(len(key.widths), len(key.rows_R)),
-                _ints(),
-                _ints(B, shapes.wire_columns),
+            wire = _ints(B, shapes.wire_columns)
+            situation = Situation(
+                cost_ms_MR=_floats(len(key.widths), len(key.rows_R)),
+                width_index=_ints(),
+                weight_B=_floats(B),
+                elapsed=_ints(),
+                all_verified=_shape((), jnp.bool_),
             )
-            return _Step(partial(S.decide, key=key), args)
+            proposal = Proposal(_ints(B, K), _floats(B, K))
+            memory = jax.eval_shape(lambda: init_memory(B, K))
+            args = (proposal, self._state(shapes), memory, situation, wire, wire)
+            return _Step(partial(decide, key=key), args)
 
         return self._get(("decide", shapes, key), build)
 
@@ -139,7 +150,8 @@ class Compiler:
                 S.verify,
                 models=self.models,
                 lay=lay,
-                wire_width=shapes.wire_columns - 3,
+                wire_width=shapes.wire_width,
+                logprobs=shapes.logprobs,
             )
             kv, state = self._caches(shapes).target, self._state(shapes)
             return _Step(fn, (self._params, kv, state, _ints(B, K), _ints(B)))
@@ -175,7 +187,8 @@ class Compiler:
             numbers = (_ints(chunk), _ints(), _ints())
             sampling = self._state(one).sampling
             args = (self._params, self._caches(one), *numbers, sampling)
-            return _Step(partial(S.prefill, models=self.models), args, donated=1)
+            fn = partial(S.prefill, models=self.models, logprobs=shapes.logprobs)
+            return _Step(fn, args, donated=1)
 
         return self._get(("prefill", one, chunk), build)
 

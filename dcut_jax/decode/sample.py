@@ -78,6 +78,16 @@ def next_token(
     return jnp.where(warm_T, lax.cond(jnp.any(warm_T), drawn, lambda: best_T), best_T)
 
 
+def log_probability(
+    logits_TV: Float32[Array, "T V"], token_T: Int32[Array, "T"]
+) -> Float32[Array, "T"]:
+    """Log of a token's softmax probability in its row, at temperature 1, all kept."""
+    best = top1(logits_TV)
+    pair_T2 = jnp.stack([token_T, best.token], axis=1)
+    logit_T2 = jnp.take_along_axis(logits_TV, pair_T2, axis=1)
+    return best.logp + (logit_T2[:, 0] - logit_T2[:, 1])
+
+
 def weights(
     logits_TV: Float32[Array, "T V"], temperature_T: Float32[Array, "T"]
 ) -> Float32[Array, "T V"]:

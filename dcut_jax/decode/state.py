@@ -5,11 +5,14 @@ from typing import NamedTuple
 import flax.struct
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jax import lax
+from jaxtyping import Array, Bool, Float32, Int
 
 from dcut_jax.decode.sample import Sampling, greedy
 
 NO_STOP = -1  # pads the stop set; no token has this id
+COUNTS = 3  # columns of the wire form before its tokens
+ACCEPTED = 1  # the one with accepted drafts
 
 
 @flax.struct.dataclass
@@ -43,12 +46,14 @@ class Outcome:
       count_B: tokens committed; 0 where the slot was inactive.
       accepted_B: drafts the target agreed with, before stops and limits.
       finished_B: the request ended in this step.
+      logp_BW: log-probability of each token; None where nobody asks for it.
     """
 
     token_BW: Int[Array, "B W"]
     count_B: Int[Array, "B"]
     accepted_B: Int[Array, "B"]
     finished_B: Bool[Array, "B"]
+    logp_BW: Float32[Array, "B W"] | None = None
 
 
 def init_state(slots: int, stops: int, sampling: bool = False) -> DecodeState:
@@ -65,8 +70,11 @@ def init_state(slots: int, stops: int, sampling: bool = False) -> DecodeState:
 
 
 def to_wire(outcome: Outcome) -> Int[Array, "B X"]:
-    """One integer array, so that the host reads once: counts, flags, tokens."""
-    columns = jnp.stack(
+    """One integer array, so that the host reads once: counts, tokens, their logps.
+
+    Log-probabilities go as the bits of their floats.
+    """
+    counts = jnp.stack(
         [
             outcome.count_B,
             outcome.accepted_B,
@@ -74,7 +82,10 @@ def to_wire(outcome: Outcome) -> Int[Array, "B X"]:
         ],
         axis=1,
     )
-    return jnp.concatenate([columns, outcome.token_BW], axis=1)
+    parts = [counts, outcome.token_BW]
+    if outcome.logp_BW is not None:
+        parts.append(lax.bitcast_convert_type(outcome.logp_BW, jnp.int32))
+    return jnp.concatenate(parts, axis=1)
 
 
 class HostOutcome(NamedTuple):
@@ -84,13 +95,16 @@ class HostOutcome(NamedTuple):
     count_B: np.ndarray
     accepted_B: np.ndarray
     finished_B: np.ndarray
+    logp_BW: np.ndarray | None
 
 
-def from_wire(wire_BX: np.ndarray) -> HostOutcome:
-    """The outcome that `to_wire` wrote, as NumPy arrays."""
+def from_wire(wire_BX: np.ndarray, logprobs: bool = False) -> HostOutcome:
+    """The outcome that `to_wire` wrote, with or without `logprobs`."""
+    parts = np.split(wire_BX[:, COUNTS:], 2 if logprobs else 1, axis=1)
     return HostOutcome(
-        token_BW=wire_BX[:, 3:],
+        token_BW=parts[0],
         count_B=wire_BX[:, 0],
-        accepted_B=wire_BX[:, 1],
+        accepted_B=wire_BX[:, ACCEPTED],
         finished_B=wire_BX[:, 2].astype(bool),
+        logp_BW=parts[1].view(np.float32) if logprobs else None,
     )

@@ -4,28 +4,23 @@
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from dcut_jax.config import DrafterConfig, ModelConfig
 from dcut_jax.cut.confidence import top1
-from dcut_jax.cut.numpy_plan import Objective
-from dcut_jax.cut.plan import Plan, plan
-from dcut_jax.cut.survival import log_survival
 from dcut_jax.decode.accept import accept
+from dcut_jax.decode.decide import Proposal
 from dcut_jax.decode.pack import Layout, Packed, layout, pack, unpack
-from dcut_jax.decode.sample import Sampling, next_token
-from dcut_jax.decode.state import DecodeState, Outcome, to_wire
+from dcut_jax.decode.sample import Sampling, log_probability, next_token
+from dcut_jax.decode.state import COUNTS, DecodeState, Outcome, to_wire
 from dcut_jax.decode.verify import prefill_rows, verify_rows
 from dcut_jax.models import dense, drafter
 from dcut_jax.models.cache import KvCache, init_cache, write_rows, write_slot
-from pallas_kernels import Backend
 
 
 @dataclass(frozen=True)
@@ -67,14 +62,6 @@ class Fresh:
     slot_T: Int[Array, "T"]
     position_T: Int[Array, "T"]
     counted_T: Bool[Array, "T"]
-
-
-@flax.struct.dataclass
-class Proposal:
-    """Drafts of every slot and their log-confidence."""
-
-    token_BK: Int[Array, "B K"]
-    logp_BK: Float[Array, "B K"]
 
 
 def init_caches(models: Models, slots: int, positions: int, dtype: Any) -> Caches:
@@ -119,76 +106,6 @@ def draft(
     )
 
 
-def decide(
-    proposal: Proposal,
-    state: DecodeState,
-    cost_ms_MR: Array,
-    width_index: Array,
-    previous_BX: Array,
-    *,
-    key: "PlanKey",
-) -> tuple[Plan, Array]:
-    """Plans the step; returns the plan and all that the host reads, in one array.
-
-    `cost_ms_MR` has a row per draft width of the ladder; `width_index` is the one that
-    was drafted. The plan is also made for every narrower width, as far as its utility:
-    the host learns what those would have been worth.
-
-    Returns:
-      The plan, and `[B + 1, X]` int32: the wire form of the previous outcome, and the
-      row that `read_decision` reads.
-    """
-    # An empty slot leaves a row empty: layouts hold `rows - slots` drafts, no more.
-    empty = jnp.sum(~state.active_B, dtype=jnp.int32)
-    rows_R = jnp.asarray(key.rows_R, jnp.int32) - empty
-    logp_BK = proposal.logp_BK
-    slot_K = jnp.arange(logp_BK.shape[1])[None]
-
-    def plan_for(logp_BK: Array, cost_ms_R: Array) -> Plan:
-        return plan(
-            log_survival(logp_BK),
-            state.active_B,
-            rows_R,
-            cost_ms_R,
-            objective=key.objective,
-            ratios=key.ratios,
-            backend=key.backend,
-        )
-
-    chosen = plan_for(logp_BK, cost_ms_MR[width_index])
-    utility = []
-    for m, width in enumerate(key.widths):
-        cut_BK = jnp.where(slot_K < width, logp_BK, jnp.nan)
-        utility.append(jnp.max(plan_for(cut_BK, cost_ms_MR[m]).utility_R))
-    floats = jnp.stack([chosen.gain, *utility])
-    row = jnp.concatenate(
-        [
-            jnp.stack([chosen.tier, chosen.budget]),
-            lax.bitcast_convert_type(floats, jnp.int32),
-        ]
-    )
-    row_X = jnp.pad(row, (0, previous_BX.shape[1] - row.shape[0]))
-    return chosen, jnp.concatenate([previous_BX, row_X[None]])
-
-
-@dataclass(frozen=True)
-class Decision:
-    """The host's view of a plan: `utility` is tokens per ms, by ladder width."""
-
-    tier: int
-    kept: int
-    gain: float
-    utility: tuple[float, ...]
-
-
-def read_decision(row_X: np.ndarray, widths: int) -> Decision:
-    """The last row of what `decide` returns."""
-    gain, *utility = row_X[2 : 3 + widths].view(np.float32)
-    return Decision(
-        int(row_X[0]), int(row_X[1]), float(gain), tuple(float(u) for u in utility)
-    )
-
-
 def verify(
     params: dict[str, Any],
     kv: KvCache,
@@ -199,6 +116,7 @@ def verify(
     models: Models,
     lay: Layout,
     wire_width: int,
+    logprobs: bool = False,
 ) -> tuple[Array, DecodeState, Fresh]:
     """Checks anchors and kept drafts; the outcome comes in its wire form."""
     packed = pack(keep_B, state.active_B, lay.rows)
@@ -214,18 +132,28 @@ def verify(
         lay,
         models.taps,
     )
-    predicted_T = choose(
+    chosen = choose(
         params,
         rows.hidden,
         None
         if state.sampling is None
         else jax.tree.map(lambda x: x[packed.owner_T], state.sampling),
         state.length_B[packed.owner_T] + packed.offset_T + 1,
+        logprobs,
     )
-    predicted_BW = unpack(predicted_T, packed, lay.width)
+    predicted_BW = unpack(chosen.token, packed, lay.width)
     outcome, after = accept(predicted_BW, token_BK, keep_B, state)
+    if chosen.logp is not None:
+        outcome = replace(outcome, logp_BW=unpack(chosen.logp, packed, lay.width))
     wire_BX = to_wire(widen(outcome, wire_width))
     return wire_BX, after, fresh_rows(params, models, rows, packed, state, outcome)
+
+
+class Chosen(NamedTuple):
+    """The target's tokens; `logp` as `log_probability` has it, None if not asked."""
+
+    token: Array
+    logp: Array | None
 
 
 def choose(
@@ -233,18 +161,24 @@ def choose(
     hidden_TE: Array,
     sampling: Sampling | None,
     position_T: Array,
-) -> Array:
+    logprobs: bool,
+) -> Chosen:
     """The target's token for each of `position_T`, from the row before it."""
     logits_TV = dense.logits(hidden_TE, dense.head_VE(params["target"]))
     if sampling is None:
-        return top1(logits_TV).token
-    return next_token(logits_TV, sampling, position_T)
+        token_T = top1(logits_TV).token
+    else:
+        token_T = next_token(logits_TV, sampling, position_T)
+    return Chosen(token_T, log_probability(logits_TV, token_T) if logprobs else None)
 
 
 def widen(outcome: Outcome, width: int) -> Outcome:
-    """Pads the token columns, so that every step has one wire shape."""
-    pad = width - outcome.token_BW.shape[1]
-    return replace(outcome, token_BW=jnp.pad(outcome.token_BW, ((0, 0), (0, pad))))
+    """Pads the columns of tokens, so that every step has one wire shape."""
+    pad = ((0, 0), (0, width - outcome.token_BW.shape[1]))
+    token_BW, logp_BW = jax.tree.map(
+        lambda x_BW: jnp.pad(x_BW, pad), (outcome.token_BW, outcome.logp_BW)
+    )
+    return replace(outcome, token_BW=token_BW, logp_BW=logp_BW)
 
 
 def fresh_rows(
@@ -309,7 +243,8 @@ def prefill(
     sampling: Sampling | None,
     *,
     models: Models,
-) -> tuple[Caches, Array]:
+    logprobs: bool = False,
+) -> tuple[Caches, Chosen]:
     """One chunk of a prompt into one-slot caches; the token that follows its rows.
 
     The first `count` of P rows are real; they stand at `length` onwards. `sampling` is
@@ -325,7 +260,8 @@ def prefill(
         models.taps,
     )
     last_E = rows.hidden[count - 1]
-    token = choose(params, last_E[None], sampling, (length + count)[None])[0]
+    position_1 = (length + count)[None]
+    chosen = choose(params, last_E[None], sampling, position_1, logprobs)
 
     row_P = jnp.arange(token_P.shape[0])
     position_P = length + row_P
@@ -339,7 +275,7 @@ def prefill(
         position_T=position_P,
         counted_T=row_P < count,
     )
-    return commit(caches, fresh), token
+    return commit(caches, fresh), jax.tree.map(lambda x_1: x_1[0], chosen)
 
 
 def insert(
@@ -392,6 +328,7 @@ class StepShapes:
       width: rows of a full block, W; 1 without a drafter.
       stops: stop tokens a request may have.
       sampling: whether requests may draw their tokens.
+      logprobs: whether tokens come with their log-probabilities.
     """
 
     slots: int
@@ -399,22 +336,17 @@ class StepShapes:
     width: int
     stops: int
     sampling: bool = False
+    logprobs: bool = False
+
+    @property
+    def wire_width(self) -> int:
+        """Tokens of a request in an outcome's wire form, which holds a decision too."""
+        return max(self.width, 16 - COUNTS)
 
     @property
     def wire_columns(self) -> int:
-        """Columns of an outcome's wire form; also holds a decision's row."""
-        return max(3 + self.width, 16)
-
-
-@dataclass(frozen=True)
-class PlanKey:
-    """What a planner is compiled for: tiers, draft widths, and the objective."""
-
-    rows_R: tuple[int, ...]
-    widths: tuple[int, ...]
-    objective: Objective
-    ratios: tuple[float, ...] | None
-    backend: Backend
+        """Columns of an outcome's wire form."""
+        return COUNTS + self.wire_width * (2 if self.logprobs else 1)
 
 
 def anchors_only(shapes: StepShapes) -> Layout:

@@ -1,5 +1,6 @@
 """The host loop: slots, admission, and one read-back per step."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -11,14 +12,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dcut_jax.cut.fairness import Progress, weights
+from dcut_jax.cut.width import Choice
 from dcut_jax.decode import steps as S
 from dcut_jax.decode.compile import Compiler
+from dcut_jax.decode.decide import Decision, Proposal
 from dcut_jax.decode.pack import Layout
 from dcut_jax.decode.sample import Sampling
 from dcut_jax.decode.state import NO_STOP, from_wire, init_state
 from dcut_jax.engine.policy import ArPolicy, DCutPolicy, FixedPolicy, Policy
-from dcut_jax.engine.requests import Completion, Request
-from dcut_jax.models.cache import CHUNK, capacity
+from dcut_jax.engine.requests import Completion, Halt, Request, halted_after
+from dcut_jax.engine.steering import Steering
+from dcut_jax.models.cache import capacity
 
 PREFILL_CHUNKS = (32, 128)
 KEPT_RECORDS = 100_000  # of the newest steps, at least
@@ -35,6 +40,7 @@ class EngineConfig:
       cache_dtype: of the key/value caches.
       sampling: whether requests may draw their tokens; without, steps are a little
         cheaper.
+      logprobs: whether completions hold the log-probabilities of their tokens.
     """
 
     slots: int
@@ -42,6 +48,7 @@ class EngineConfig:
     max_stops: int = 4
     cache_dtype: str = "float32"
     sampling: bool = False
+    logprobs: bool = False
 
     def __post_init__(self) -> None:
         if self.slots < 1:
@@ -66,6 +73,7 @@ class EngineConfig:
             width=models.drafter.max_drafts + 1 if models.drafter else 1,
             stops=self.max_stops,
             sampling=self.sampling,
+            logprobs=self.logprobs,
         )
 
 
@@ -79,27 +87,17 @@ class StepRecord:
     active: int
     committed: int = 0
     accepted: int = 0
-    decision: S.Decision | None = None
-    costs: "StepCosts | None" = None
+    decision: Decision | None = None
     phase_ms: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class StepCosts:
-    """What steps cost at one context length, ms; `device_MR` holds `cost_MR` again."""
-
-    cost_MR: np.ndarray
-    device_MR: Any
-    plain: float
+    teaches: bool = True  # whether what it accepted may be held against its plan
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan: on the device, as the host knows it, and the costs it reckoned with."""
+    """A plan: on the device, and as the host knows it."""
 
     keep_B: Any
-    decision: S.Decision
-    costs: StepCosts
+    decision: Decision
 
 
 @dataclass(frozen=True)
@@ -109,12 +107,15 @@ class Prefilled:
     request: Request
     caches: S.Caches
     first_token: int
+    first_logprob: float | None = None
 
 
 @dataclass
 class _Slot:
     request: Request
     completion: Completion
+    halt: Halt | None
+    progress: Progress = field(default_factory=Progress)
 
 
 class Engine:
@@ -149,10 +150,9 @@ class Engine:
             )
         self.compiler = compiler or Compiler(models, config.cache_dtype)
         self.compiler.require(models, config.cache_dtype)
-        if isinstance(policy, DCutPolicy):
-            policy.cost_ms(self.shapes, 0.0)  # raises for a cost that is missing
-            self.chooser = policy.chooser(self.shapes)
-            self._step_costs: dict[int, StepCosts] = {}
+        self.steering = (
+            Steering(policy, self.shapes) if isinstance(policy, DCutPolicy) else None
+        )
         self.prepare(policy)
         self.reset()
 
@@ -186,6 +186,9 @@ class Engine:
         )
         self._wire = jnp.zeros((shapes.slots, shapes.wire_columns), jnp.int32)
         self._pending: StepRecord | None = None
+        self._halted = False  # a request, by the newest outcome, in mid-plan
+        if self.steering is not None:
+            self.steering.reset()
 
     def free(self) -> None:
         """Gives the caches' memory back; only `reset` may come next.
@@ -201,13 +204,16 @@ class Engine:
     @property
     def caches(self) -> S.Caches:
         """Caches of all slots."""
-        if self._caches is None:
-            raise ValueError("this engine was freed; call reset() before anything else")
-        return self._caches
+        return self._require_caches()
 
     @caches.setter
     def caches(self, caches: S.Caches) -> None:
         self._caches = caches
+
+    def _require_caches(self) -> S.Caches:
+        if self._caches is None:
+            raise ValueError("this engine was freed; call reset() before anything else")
+        return self._caches
 
     @property
     def running(self) -> int:
@@ -245,9 +251,10 @@ class Engine:
     def prefill(self, request: Request) -> Prefilled:
         """Runs a prompt through the target; keeps its caches apart from the slots."""
         self.check(request)
+        self._interrupt()
         caches = self.compiler.empty(self.shapes)()
         prompt = np.asarray(request.prompt, np.int32)
-        done, token = 0, None
+        done, chosen = 0, None
         while done < len(prompt):
             left = len(prompt) - done
             chunk = next((c for c in PREFILL_CHUNKS if c >= left), PREFILL_CHUNKS[-1])
@@ -255,7 +262,7 @@ class Engine:
             tokens = np.zeros(chunk, np.int32)
             tokens[:count] = prompt[done : done + count]
             run = self.compiler.prefill(self.shapes, chunk)
-            caches, token = run(
+            caches, chosen = run(
                 self.models.params,
                 caches,
                 tokens,
@@ -264,13 +271,20 @@ class Engine:
                 self._sampling(request),
             )
             done += count
-        return Prefilled(request, caches, int(token))  # type: ignore[arg-type]
+        assert chosen is not None, "a request has a prompt"
+        token, logp = jax.device_get(chosen)
+        return Prefilled(
+            request, caches, int(token), None if logp is None else float(logp)
+        )
 
     def admit(self, ready: Prefilled) -> Completion:
         """Puts a prefilled request into a free slot and emits its first token."""
         request = ready.request
         completion = Completion([ready.first_token])
-        if ready.first_token in request.stop:
+        if ready.first_logprob is not None:
+            completion.logprobs.append(ready.first_logprob)
+        halt = request.halt() if request.halt else None
+        if ready.first_token in request.stop or (halt and halt(ready.first_token)):
             completion.finish = "stop"
             return completion
         if request.max_new_tokens == 1:
@@ -282,12 +296,13 @@ class Engine:
             )
         slot = self._slots.index(None)
         self.place(slot, ready, room=request.max_new_tokens - 1)
-        self._slots[slot] = _Slot(request, completion)
+        self._slots[slot] = _Slot(request, completion, halt)
         return completion
 
     def place(self, slot: int, ready: Prefilled, room: int) -> None:
         """Copies a prefilled prompt into a slot's caches and starts it there."""
         request = ready.request
+        self._interrupt()
         stop = np.full(self.config.max_stops, NO_STOP, np.int32)
         stop[: len(request.stop)] = request.stop
         self.state, self.caches = self.compiler.insert(self.shapes)(
@@ -301,6 +316,11 @@ class Engine:
             stop,
             self._sampling(request),
         )
+
+    def _interrupt(self) -> None:
+        """Tells the clock of steps that something else runs."""
+        if self.steering is not None:
+            self.steering.interrupt()
 
     def _sampling(self, request: Request) -> Sampling | None:
         """A request's settings, as of one slot."""
@@ -330,14 +350,19 @@ class Engine:
         at = next((i for i, s in slots if s and s.completion is completion), None)
         if at is None:
             raise ValueError("expected a completion of this engine; it holds no such")
-        self.state = self.compiler.release(self.shapes)(self.state, np.int32(at))
+        self._release(at)
         self._slots[at] = None
         completion.finish = "cancelled"
+
+    def _release(self, slot: int) -> None:
+        """Stops a slot on the device, which would decode on."""
+        self.state = self.compiler.release(self.shapes)(self.state, np.int32(slot))
 
     # -- one step ----------------------------------------------------------------
 
     def step(self) -> None:
         """Dispatches one step and reads the newest finished outcome."""
+        self._require_caches()
         clock = _Phases(self.time_phases)
         match self.policy:
             case ArPolicy():
@@ -349,57 +374,77 @@ class Engine:
                 self._verify(lay, proposal.token_BK, width, clock)
                 self._read(clock)
             case DCutPolicy():
-                self._cut_step(self.policy, clock)
+                assert self.steering is not None
+                self._cut_step(self.steering, clock)
 
-    def _draft(self, width: int, clock: "_Phases") -> S.Proposal:
+    def _draft(self, width: int, clock: "_Phases") -> Proposal:
         run = self.compiler.draft(self.shapes, width)
         proposal = run(self.models.params, self.caches.drafter, self.state)
         clock.stop("draft", proposal)
         return proposal
 
-    def _cut_step(self, policy: DCutPolicy, clock: "_Phases") -> None:
-        shapes, ladder = self.shapes, policy.ladder(self.shapes)
-        width = self.chooser.next()
-        if width == 0:
+    def _cut_step(self, steering: Steering, clock: "_Phases") -> None:
+        choice = steering.choose(self._context, self._cap_ms)
+        if not choice.planned:
             self._read(clock)  # the one read of this step
             if self.running:
-                self._verify(S.anchors_only(shapes), self._no_drafts, 0, clock)
+                self._unplanned_step(steering, choice.width, clock)
             return
-        proposal = self._draft(width, clock)
-        costs = self._costs(policy)
-        plan, bundle = self.compiler.decide(shapes, policy.plan_key(shapes))(
-            proposal,
-            self.state,
-            costs.device_MR,
-            np.int32(ladder.index(width)),
-            self._wire,
+        proposal = self._draft(choice.width, clock)
+        steering.drafts(choice.width)
+        weight_B = self._weights(steering.policy)
+        run = self.compiler.decide(self.shapes, steering.key)
+        keep_B, host = steering.decide(
+            run, proposal, self.state, choice.width, weight_B, self._wire
         )
-        host = np.asarray(bundle)  # the one device-to-host read of a step
         clock.stop("plan", None)
-        self._absorb(host[:-1])
+        self._absorb(host[: self.shapes.slots])
+        if self._halted:
+            steering.forget_plan()
         if not self.running:
             return
-        decision = S.read_decision(host[-1], len(ladder))
-        rows = policy.tiers(shapes)[decision.tier]
-        lay = policy.layout(shapes, width, rows)
-        made = Planned(plan.keep_B, decision, costs)
-        self._verify(lay, proposal.token_BK, width, clock, made)
+        worth = float(sum(weight_B[i] for i, s in enumerate(self._slots) if s))
+        decision = steering.read(host[self.shapes.slots :], worth)
+        lay = steering.layout(choice.width, decision)
+        steering.verifies(lay)
+        made = Planned(keep_B, decision)
+        self._verify(lay, proposal.token_BK, choice.width, clock, made)
+        steering.planned(self._wire)
 
-    def _costs(self, policy: DCutPolicy) -> StepCosts:
-        """Step costs for the longest running context, to which attention reads."""
+    def _unplanned_step(self, steering: Steering, width: int, clock: "_Phases") -> None:
+        """Plain decoding, or all of `width` drafts."""
+        token_BK = self._no_drafts
+        lay = S.anchors_only(self.shapes)
+        if width:
+            token_BK = self._draft(width, clock).token_BK
+            lay = S.everything(self.shapes, width)
+            steering.drafts(width)
+        steering.verifies(lay)
+        self._verify(lay, token_BK, width, clock)
+
+    @property
+    def _context(self) -> int:
+        """Length of the longest running context, to which attention reads."""
         lengths = [
             len(s.request.prompt) + len(s.completion.tokens) for s in self._slots if s
         ]
-        context = max(lengths, default=0) // CHUNK
-        if context not in self._step_costs:
-            end = (context + 1) * CHUNK  # it reads whole chunks
-            cost_MR = policy.cost_ms(self.shapes, end)
-            self._step_costs[context] = StepCosts(
-                cost_MR,
-                jax.device_put(cost_MR),  # jnp.asarray would compile
-                policy.plain_ms(self.shapes, end) if policy.plain else 0.0,
-            )
-        return self._step_costs[context]
+        return max(lengths, default=0)
+
+    @property
+    def _cap_ms(self) -> float:
+        """What a step may take: every one yields a token of each request."""
+        return min((s.request.tpot_ms for s in self._slots if s), default=math.inf)
+
+    def _weights(self, policy: DCutPolicy) -> np.ndarray:
+        """What a token of each slot's request is worth, from steps that were read."""
+        weight_B = np.ones(self.shapes.slots, np.float32)
+        used = [(i, slot) for i, slot in enumerate(self._slots) if slot]
+        weight_B[[i for i, _ in used]] = weights(
+            policy.fairness,
+            [slot.request.priority for _, slot in used],
+            [slot.progress.rate for _, slot in used],
+        )
+        return weight_B
 
     def flush(self) -> None:
         """Reads the outcome that is still on the device."""
@@ -433,8 +478,9 @@ class Engine:
             kept=plan.decision.kept if plan else width * active,
             active=active,
             decision=plan.decision if plan else None,
-            costs=plan.costs if plan else None,
             phase_ms=clock.ms,
+            # A plan may have reckoned with a request that was halted just then.
+            teaches=width > 0 and not self._halted,
         )
 
     def _read(self, clock: "_Phases") -> None:
@@ -444,54 +490,44 @@ class Engine:
 
     def _absorb(self, wire_BX: np.ndarray) -> None:
         """Hands committed tokens to their requests and frees finished slots."""
+        if self.steering is not None:
+            self.steering.has_read(self._context)
+        self._halted = False
         record, self._pending = self._pending, None
         if record is None:
             return
-        outcome = from_wire(wire_BX)
+        outcome = from_wire(wire_BX, self.config.logprobs)
         for i, slot in enumerate(self._slots):
             count = int(outcome.count_B[i])
             if slot is None or count == 0:
                 continue
             done = slot.completion
-            done.tokens.extend(int(t) for t in outcome.token_BW[i, :count])
+            tokens = outcome.token_BW[i, :count].tolist()
+            end = halted_after(slot.halt, tokens) if slot.halt else None
+            count = end or count
+            done.tokens.extend(tokens[:count])
+            if outcome.logp_BW is not None:
+                done.logprobs.extend(outcome.logp_BW[i, :count].tolist())
             done.steps += 1
+            slot.progress.add(count)
             done.accepted += int(outcome.accepted_B[i])
             record.committed += count
             record.accepted += int(outcome.accepted_B[i])
-            if outcome.finished_B[i]:
-                stopped = done.tokens[-1] in slot.request.stop
+            if outcome.finished_B[i] or end is not None:
+                stopped = end is not None or done.tokens[-1] in slot.request.stop
                 done.finish = "stop" if stopped else "length"
                 self._slots[i] = None
+                if not outcome.finished_B[i]:
+                    self._release(i)
+                    self._halted = True
         self.records.append(record)
         if len(self.records) >= 2 * KEPT_RECORDS:
             del self.records[:KEPT_RECORDS]
-        if record.decision is not None and record.costs is not None:
-            assert isinstance(self.policy, DCutPolicy)
-            self._learn(self.policy, record, record.decision, record.costs)
-
-    def _learn(
-        self,
-        policy: DCutPolicy,
-        record: StepRecord,
-        decision: S.Decision,
-        costs: StepCosts,
-    ) -> None:
-        """Tells the chooser what a step that drafted promised, and what it gave."""
-        ladder = policy.ladder(self.shapes)
-        seen = zip(ladder, decision.utility, strict=True)
-        utilities = {w: u for w, u in seen if w <= record.width}
-        ran = costs.cost_MR[ladder.index(record.width), decision.tier]
-        ms = {record.width: float(ran)}
-        if policy.plain:
-            utilities[0] = record.active / costs.plain
-            ms[0] = costs.plain
-        self.chooser.observe(
-            record.width,
-            utilities,
-            predicted=record.active + decision.gain,
-            committed=record.committed,
-            ms=ms,
-        )
+        if self.steering is not None and record.teaches:
+            choice = Choice(record.width, planned=record.decision is not None)
+            self.steering.outcome(
+                choice, record.active, record.decision, record.accepted
+            )
 
     # -- whole lists -------------------------------------------------------------
 

@@ -1,14 +1,18 @@
 """What a step verifies: anchors alone, everything, or what is worth its cost."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from dcut_jax.cost.online import Work
 from dcut_jax.cost.table import CostError, CostTable
+from dcut_jax.cut.fairness import Fairness
 from dcut_jax.cut.numpy_plan import Objective, ratio_fractions
-from dcut_jax.cut.width import WidthChooser
+from dcut_jax.cut.width import StepCosts, WidthChooser
+from dcut_jax.decode.decide import PlanKey
 from dcut_jax.decode.pack import Layout, layout, tier_rows
-from dcut_jax.decode.steps import PlanKey, StepShapes, anchors_only, everything
+from dcut_jax.decode.steps import StepShapes, anchors_only, everything
 from pallas_kernels import Backend
 
 # Rows per request of the default tiers: about geometric, and holding the full widths of
@@ -51,6 +55,19 @@ class FixedPolicy:
         return [everything(shapes, self.width)]
 
 
+def draft_work(width: int) -> Work:
+    """Drafting `width` tokens for every slot."""
+    return "draft", width, 0
+
+
+def verify_work(lay: Layout) -> Work:
+    """Verifying a layout's rows, and committing them."""
+    return "verify", lay.rows, lay.width
+
+
+PLAN_WORK: Work = ("plan", 0, 0)
+
+
 @dataclass(frozen=True)
 class DCutPolicy:
     """Verifies the drafts of the batch that are worth their cost (arXiv 2607.14647).
@@ -61,20 +78,33 @@ class DCutPolicy:
       factors: tiers, in rows per request; ends and the widths' full blocks are added.
         None: `TIER_FACTORS`.
       plain: whether a step may draft nothing, where that is best.
+      bypass: whether a step may verify all its drafts unplanned, where that is best.
+      calibrate: whether chances of acceptance are learned from outcomes
+        (`cut.calibration`), or confidences stand for them.
+      correct: whether costs are corrected by the time of real steps (`cost.online`).
+      fairness: what a token of each request is worth, see `cut.fairness.weights`.
+      patience: while the batch drafts, no request goes for longer than so many steps
+        without a draft of its own being verified. None: it may for ever.
       objective, ratios: see `cut.plan`. `published()` sets them as the paper does.
       backend: of the top-k kernel.
-      probe_every, probe_share: see `cut.width.WidthChooser`.
+      probe_every, probe_share, margin: see `cut.width.WidthChooser`.
     """
 
     table: CostTable
     widths: tuple[int, ...] | None = None
     factors: tuple[float, ...] | None = None
     plain: bool = True
+    bypass: bool = True
+    calibrate: bool = True
+    correct: bool = True
+    fairness: Fairness = "equal"
+    patience: int | None = 32
     objective: Objective = "tokens"
     ratios: tuple[float, ...] | None = None
     backend: Backend = "xla"
     probe_every: int = 32
     probe_share: float = 0.01
+    margin: float = 0.01
 
     @classmethod
     def published(cls, table: CostTable, backend: Backend = "xla") -> "DCutPolicy":
@@ -82,6 +112,10 @@ class DCutPolicy:
         return cls(
             table=table,
             plain=False,
+            bypass=False,
+            calibrate=False,
+            correct=False,
+            patience=None,
             objective="paper",
             ratios=PAPER_RATIOS,
             backend=backend,
@@ -94,11 +128,14 @@ class DCutPolicy:
                 f"tiers, nor plain steps; found widths {self.widths}, factors "
                 f"{self.factors} and plain {self.plain}"
             )
-
-        if self.objective == "paper" and self.plain:
+        if self.objective == "paper" and (self.plain or self.bypass):
             raise ValueError(
-                "the paper's objective leaves anchors out, so plain steps cannot be "
-                "weighed against it; set plain=False"
+                "the paper's objective leaves anchors out, so steps without a plan "
+                "cannot be weighed against it; set plain=False and bypass=False"
+            )
+        if self.patience is not None and self.patience < 1:
+            raise ValueError(
+                f"patience is at least 1 step, or None; found {self.patience}"
             )
 
     def ladder(self, shapes: StepShapes) -> tuple[int, ...]:
@@ -148,6 +185,8 @@ class DCutPolicy:
             objective=self.objective,
             ratios=self.ratios,
             backend=self.backend,
+            calibrated=self.calibrate,
+            patience=self.patience,
         )
 
     def layout(self, shapes: StepShapes, width: int, rows: int) -> Layout:
@@ -163,47 +202,53 @@ class DCutPolicy:
         }
         return sorted(wanted, key=lambda lay: (lay.rows, lay.width))
 
-    def cost_ms(self, shapes: StepShapes, context: float) -> np.ndarray:
-        """Step time by draft width and tier, `[widths, R]` float32, ms.
+    def measured(self, shapes: StepShapes, context: float) -> dict[Work, float]:
+        """Time of every piece of work that a step can be made of, ms.
+
+        Raises:
+          CostError: for one that was not measured.
+        """
+        B, table = shapes.slots, self.table
+        found = {PLAN_WORK: table.plan_ms(B)}
+        for width in self.ladder(shapes):
+            found[draft_work(width)] = table.draft_ms(B, width, context)
+        layouts = [*self.layouts(shapes), *([anchors_only(shapes)] * self.plain)]
+        for lay in layouts:
+            ms = table.verify_ms(B, lay.rows, lay.width, context)
+            found[verify_work(lay)] = ms
+        return found
+
+    def costs(self, shapes: StepShapes, ms: Mapping[Work, float]) -> StepCosts:
+        """What steps cost, from what their work does.
 
         Infinite where a width is not offered a tier, which no plan then takes. A tier
         that costs more than a wider one loses to it: the wider one can only gain more.
-
-        Raises:
-          CostError: for a cost that was not measured.
         """
-        B = shapes.slots
-        fixed = self.table.plan_ms(B)
-        cost_ms = []
-        for width in self.ladder(shapes):
-            draft = self.table.draft_ms(B, width, context)
-            offered = self.offered(shapes, width)
-            row = []
-            for rows in self.tiers(shapes):
-                if rows in offered:
-                    lay = self.layout(shapes, width, rows)
-                    verify = self.table.verify_ms(B, lay.rows, lay.width, context)
-                    row.append(verify + draft + fixed)
-                else:
-                    row.append(np.inf)
-            cost_ms.append(row)
-        return np.array(cost_ms, np.float32)
+        ladder, tiers = self.ladder(shapes), self.tiers(shapes)
+        planned_MR = np.full((len(ladder), len(tiers)), np.inf)
+        full_M = np.full(len(ladder), np.inf)
+        for m, width in enumerate(ladder):
+            draft = ms[draft_work(width)]
+            for r, rows in enumerate(tiers):
+                if rows in self.offered(shapes, width):
+                    verify = ms[verify_work(self.layout(shapes, width, rows))]
+                    planned_MR[m, r] = draft + ms[PLAN_WORK] + verify
+            if self.bypass:
+                full_M[m] = draft + ms[verify_work(everything(shapes, width))]
+        plain = ms[verify_work(anchors_only(shapes))] if self.plain else np.inf
+        return StepCosts(plain, planned_MR, full_M)
 
     def covered(self, shapes: StepShapes) -> bool:
         """Whether the table holds every cost that this policy asks for."""
         try:
-            self.cost_ms(shapes, 0.0)
+            self.measured(shapes, 0.0)
         except CostError:
             return False
         return True
 
-    def plain_ms(self, shapes: StepShapes, context: float) -> float:
-        """Time of a step that drafts nothing, ms."""
-        return self.table.verify_ms(shapes.slots, shapes.slots, 1, context)
-
     def chooser(self, shapes: StepShapes) -> WidthChooser:
         widths = (0,) * self.plain + self.ladder(shapes)
-        return WidthChooser(widths, self.probe_every, self.probe_share)
+        return WidthChooser(widths, self.probe_every, self.probe_share, self.margin)
 
 
 def unmeasured() -> DCutPolicy:

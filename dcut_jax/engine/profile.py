@@ -21,6 +21,7 @@ from dcut_jax.cost.measure import measure
 from dcut_jax.cost.table import CostError, CostTable, Fingerprint
 from dcut_jax.decode import steps as S
 from dcut_jax.decode.compile import Compiler
+from dcut_jax.decode.decide import Situation, init_memory
 from dcut_jax.decode.pack import Layout
 from dcut_jax.engine.engine import Engine, EngineConfig
 from dcut_jax.engine.policy import ArPolicy, DCutPolicy
@@ -52,6 +53,7 @@ def fingerprint(
         cache_dtype=config.cache_dtype,
         positions=config.positions,
         sampling=config.sampling,
+        logprobs=config.logprobs,
         jax=jax.__version__,
         code=code_digest(),
     )
@@ -155,6 +157,7 @@ def _steps(
     exe, shapes, params = engine.compiler, engine.shapes, engine.models.params
     state, B = engine.state, shapes.slots
     key = policies[0].plan_key(shapes)
+    memory = init_memory(B, shapes.width - 1)
     widths = sorted({w for policy in policies for w in policy.ladder(shapes)})
     layouts = {lay for policy in policies for lay in policy.layouts(shapes)}
     widest = exe.draft(shapes, widths[-1])
@@ -180,10 +183,17 @@ def _steps(
         return step
 
     def plan_step() -> object:
-        cost = np.ones((len(key.widths), len(key.rows_R)), np.float32)
-        last = np.int32(len(key.widths) - 1)
+        situation = Situation(
+            cost_ms_MR=np.ones((len(key.widths), len(key.rows_R)), np.float32),
+            width_index=np.int32(len(key.widths) - 1),
+            weight_B=np.ones(B, np.float32),
+            elapsed=np.int32(0),
+            all_verified=np.bool_(False),
+        )
         wire = np.zeros((B, shapes.wire_columns), np.int32)
-        _, bundle = exe.decide(shapes, key)(proposal, state, cost, last, wire)
+        _, _, bundle = exe.decide(shapes, key)(
+            proposal, state, memory, situation, wire, wire
+        )
         return np.asarray(bundle)
 
     steps: dict[tuple[Any, ...], Callable[[], object]] = {("plan", B): plan_step}

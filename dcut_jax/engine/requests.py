@@ -1,9 +1,22 @@
 """What a caller asks for, and what comes back."""
 
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "cancelled", "running"]
+
+# Told each token of one text, in order; says whether the text is over with this one.
+Halt = Callable[[int], bool]
+
+
+def halted_after(halt: Halt, tokens: Iterable[int]) -> int | None:
+    """How many of these further tokens `halt` lets pass; None where it does not end.
+
+    It is told no token behind the one that ends the text.
+    """
+    return next((n for n, token in enumerate(tokens, 1) if halt(token)), None)
 
 
 @dataclass(frozen=True)
@@ -14,8 +27,14 @@ class Request:
       prompt: token ids, at least one.
       max_new_tokens: at least 1.
       stop: token ids that end the text; the one found is kept as the last token.
+      halt: makes what ends this text on the host, anew for each decoding of it; the
+        token it ends with is kept as the last. `stops.StopStrings` is one.
       temperature, top_k, top_p, min_p, seed: see `decode.sample.Sampling`. The default
         takes the arg-max; anything else needs an engine with `sampling`.
+      priority: what a token of this request is worth beside those of others, above 0.
+        Only D-Cut heeds it.
+      tpot_ms: longest time a token may take, ms; D-Cut takes no longer step while a
+        shorter one exists.
     """
 
     prompt: tuple[int, ...]
@@ -26,6 +45,9 @@ class Request:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    halt: Callable[[], Halt] | None = None
+    priority: float = 1.0
+    tpot_ms: float = math.inf
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -41,6 +63,8 @@ class Request:
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
             ("seed", -(2**31) <= self.seed < 2**31, "a 32-bit integer"),
+            ("priority", 0 < self.priority < math.inf, "finite and above 0"),
+            ("tpot_ms", self.tpot_ms > 0, "above 0"),
         ):
             if not fits:
                 raise ValueError(
@@ -62,12 +86,15 @@ class Completion:
       finish: why it ended; "running" until then.
       steps: decode steps it took part in.
       accepted: drafts the target agreed with, over all steps.
+      logprobs: for each token the log of its probability, in the target's own
+        distribution before temperature and cuts; empty without `EngineConfig.logprobs`.
     """
 
     tokens: list[int] = field(default_factory=list)
     finish: FinishReason = "running"
     steps: int = 0
     accepted: int = 0
+    logprobs: list[float] = field(default_factory=list)
 
     @property
     def mean_accepted_length(self) -> float:

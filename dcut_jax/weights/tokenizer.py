@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,16 @@ class TextTokenizer:
         """
         plain = [int(i) for i in ids]
         return self.backend.decode(plain, skip_special_tokens=not keep_special)
+
+    def has_text(self, token: int) -> bool:
+        """Whether `decode` writes it: not a special token, nor one that is unknown."""
+        known = self.backend.id_to_token(token) is not None
+        return known and token not in self._special_ids
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        added = self.backend.get_added_tokens_decoder()
+        return frozenset(i for i, token in added.items() if token.special)
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The chat template's text, up to where the assistant's answer begins.

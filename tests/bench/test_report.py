@@ -14,6 +14,7 @@ from dcut_jax.bench.records import (
     Cell,
     Difference,
     RecordError,
+    Reliability,
     TextCheck,
 )
 from dcut_jax.bench.report import (
@@ -21,7 +22,10 @@ from dcut_jax.bench.report import (
     arm_name,
     arm_styles,
     plot,
+    plot_reliability,
+    pooled,
     render_checks,
+    render_reliability,
     render_table,
     summarise,
 )
@@ -292,3 +296,49 @@ class TestRecords:
     def test_anything_else_is_refused(self, text, message):
         with pytest.raises(RecordError, match=message):
             BenchResult.from_json(text)
+
+
+def known(batch, kind, *bins, arm="dcut"):
+    """Ten bins, of which the last ones are given; the others are empty."""
+    empty = [(0, math.nan, math.nan)] * (10 - len(bins))
+    drafts = sum(n for n, _, _ in bins)
+    return Reliability(batch, arm, kind, drafts, 0.0125, math.nan, (*empty, *bins))
+
+
+RELIABILITY = (
+    known(8, "raw", (10, 0.85, 0.5), (20, 0.95, 0.75)),
+    known(8, "calibrated", (30, 0.81, 0.8), (0, math.nan, math.nan)),
+    known(1, "raw", (30, 0.85, 0.9), (0, math.nan, math.nan)),
+)
+
+
+class TestReliability:
+    def test_it_survives_its_record(self):
+        result = replace(RESULT, reliability=RELIABILITY)
+        again = BenchResult.from_json(result.to_json())
+        # NaN is not equal to itself, but its text is.
+        assert repr(again.reliability) == repr(RELIABILITY)
+
+    def test_batch_sizes_are_pooled_by_their_drafts(self):
+        assert pooled(RELIABILITY, "dcut", "raw") == [
+            (40, pytest.approx(0.85), pytest.approx(0.8)),
+            (20, 0.95, 0.75),
+        ]
+        assert pooled(RELIABILITY, "dcut", "calibrated") == [(30, 0.81, 0.8)]
+        assert pooled(RELIABILITY, "published", "raw") == []
+
+    def test_one_line_per_arm_and_batch_size(self):
+        lines = render_reliability(RELIABILITY).splitlines()
+        assert lines == [
+            "D-Cut, batch 8: survival of 30 verified drafts: "
+            "raw ECE 0.013, AUC nan; calibrated ECE 0.013, AUC nan",
+            "D-Cut, batch 1: survival of 30 verified drafts: raw ECE 0.013, AUC nan",
+        ]
+
+    def test_the_picture_shows_both_kinds(self, tmp_path):
+        pytest.importorskip("matplotlib")
+        result = replace(RESULT, reliability=RELIABILITY)
+        plot_reliability(result, "dcut", tmp_path / "some" / "picture.png")
+        assert (tmp_path / "some" / "picture.png").stat().st_size > 10_000
+        with pytest.raises(ValueError, match="plans of ar to draw, found none"):
+            plot_reliability(result, AR, tmp_path / "none.png")

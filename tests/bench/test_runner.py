@@ -71,6 +71,13 @@ class TestPolicyOf:
         assert policy_of("dcut", unmeasured, 7) == unmeasured()
         assert policy_of("published", unmeasured, 7).objective == "paper"
 
+    def test_arms_without_a_term(self):
+        assert not policy_of("dcut-no-plain", unmeasured, 7).plain
+        assert not policy_of("dcut-no-bypass", unmeasured, 7).bypass
+        assert not policy_of("dcut-no-calibration", unmeasured, 7).calibrate
+        assert not policy_of("dcut-no-correction", unmeasured, 7).correct
+        assert policy_of("dcut-no-width", unmeasured, 7).widths == (7,)
+
     @pytest.mark.parametrize("arm", ["", "fixed-", "fixed-0", "fixed-x", "fixed-²"])
     def test_there_is_no_such_arm(self, arm):
         with pytest.raises(ValueError, match="is unknown; choose from ar, fixed-WIDTH"):

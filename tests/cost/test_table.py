@@ -29,6 +29,7 @@ HERE = Fingerprint(
     cache_dtype="float32",
     positions=256,
     sampling=False,
+    logprobs=False,
     jax="0.10.0",
     code="abc",
 )
@@ -120,6 +121,7 @@ class TestFingerprint:
         "cache_dtype": "bfloat16",
         "positions": 512,
         "sampling": True,
+        "logprobs": True,
         "jax": "0.11.0",
         "code": "def",
     }

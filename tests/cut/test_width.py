@@ -1,198 +1,199 @@
-"""The draft width: explored, compared, and corrected by what steps commit."""
+"""The choice of width and plan: explored, compared, corrected, and paid for."""
 
 import numpy as np
 import pytest
 
-from dcut_jax.cut.width import WidthChooser
+from dcut_jax.cut.width import PLAIN, Choice, StepCosts, WidthChooser
 
 WIDTHS = (3, 7, 15)
+LADDER = (0, *WIDTHS)
+ANCHORS = 4.0
 
 
-def run(chooser, steps, utility, *, honesty=None, predicted=10.0, noise=0.0, seed=0):
-    """Widths of `steps` steps of a world with fixed predicted utilities.
+def world(per_ms, *, plain=1.0, full=1.02):
+    """Gains and costs in which a planned step of each width is worth so much per ms.
 
-    `honesty` is committed over predicted tokens, by the width that ran.
+    There are two tiers: the anchors alone, and everything. A step that plans nothing
+    takes `full` times as long as one with a plan.
     """
+    gain_MR = np.array([[0.0, ANCHORS * (w + 1) / 4] for w in WIDTHS])
+    ms = np.array([1 + (w + 1) / 4 for w in WIDTHS])
+    ms = ms / np.array([per_ms[w] for w in WIDTHS])
+    planned_MR = np.stack([np.full(3, np.inf), ms], axis=1)
+    return gain_MR, StepCosts(1 / plain, planned_MR, ms * full)
+
+
+def run(chooser, steps, gain_MR, costs, *, honesty=None, noise=0.0, seed=0):
+    """What ran; `honesty`: accepted over predicted drafts, by width."""
     rng = np.random.default_rng(seed)
     ran = []
     for _ in range(steps):
-        width = chooser.next()
-        ran.append(width)
-        if width == 0:
+        choice = chooser.next(costs)
+        ran.append(choice)
+        if choice == PLAIN:
             continue
-        shown = {
-            w: utility[w] * (1 + noise * rng.normal() * (w > 0))
-            for w in chooser.widths
-            if w <= width
-        }
-        share = (honesty or {}).get(width, 1.0) * (1 + noise * rng.normal())
-        told = [w for w in (0, width) if w in utility]
-        chooser.observe(
-            width,
-            shown,
-            predicted=predicted,
-            committed=predicted * share,
-            ms={w: predicted / utility[w] for w in told},
+        m = WIDTHS.index(choice.width)
+        share = (honesty or {}).get(choice.width, 1.0)
+        accepted = gain_MR[m, 1] * share * (1 + noise * rng.normal())
+        seen_MR = None
+        if choice.planned:
+            seen_MR = gain_MR * (1 + noise * rng.normal())
+            seen_MR[m + 1 :] = np.nan
+            chooser.look(anchors=ANCHORS, gain_MR=seen_MR)
+        chooser.outcome(
+            choice,
+            anchors=ANCHORS,
+            predicted=None if seen_MR is None else seen_MR[m, 1],
+            accepted=accepted,
         )
     return ran
 
 
-def test_each_width_is_tried_first_the_widest_to_begin_with():
-    assert run(WidthChooser(WIDTHS), 3, {3: 1, 7: 1, 15: 1}) == [15, 7, 3]
+def widths(ran):
+    return [choice.width for choice in ran]
+
+
+def test_the_widest_is_looked_at_first_and_no_other_needs_to_be():
+    ran = run(WidthChooser(LADDER), 6, *world({3: 1.5, 7: 1.2, 15: 1.1}))
+    assert ran == [Choice(15, True)] * 4 + [Choice(3, True)] * 2
+
+
+def test_a_large_batch_needs_one_first_look_a_small_one_more():
+    for anchors, looks in ((1.0, 16), (64.0, 1)):
+        gain_MR, costs = world({3: 1.5, 7: 1.2, 15: 1.1})
+        chooser = WidthChooser(LADDER)
+        for _ in range(looks):
+            assert chooser.next(costs) == Choice(15, True)
+            chooser.look(anchors=anchors, gain_MR=gain_MR * anchors / ANCHORS)
+        assert chooser.next(costs) == Choice(3, True)
 
 
 @pytest.mark.parametrize("best", WIDTHS)
 @pytest.mark.parametrize("noise", [0.0, 0.2])
 def test_it_settles_on_the_best_width(best, noise):
-    utility = {w: 1.5 if w == best else 1.0 for w in WIDTHS}
-    ran = run(WidthChooser(WIDTHS), 300, utility, noise=noise)
-    assert ran[100:].count(best) >= 190
+    per_ms = {w: 1.5 if w == best else 1.0 for w in WIDTHS}
+    ran = run(WidthChooser(WIDTHS), 300, *world(per_ms), noise=noise)
+    assert widths(ran)[100:].count(best) >= 190
 
 
 @pytest.mark.parametrize(
-    ("utility", "best"),
+    ("per_ms", "best"),
     [
-        ({0: 1.0, 3: 0.9, 7: 0.8, 15: 0.2}, 0),
-        ({0: 1.0, 3: 1.2, 7: 0.8, 15: 0.2}, 3),
-        ({0: 1.0, 3: 1.2, 7: 1.5, 15: 0.2}, 7),
+        ({3: 0.9, 7: 0.8, 15: 0.2}, 0),
+        ({3: 1.2, 7: 0.8, 15: 0.2}, 3),
+        ({3: 1.2, 7: 1.5, 15: 0.2}, 7),
     ],
 )
-def test_nothing_is_drafted_where_that_is_best(utility, best):
-    ran = run(WidthChooser((0, *WIDTHS)), 300, utility, noise=0.05)
-    assert ran[:3] == [15, 7, 3]  # width 0 needs no look
-    assert ran[100:].count(best) >= 190
+def test_nothing_is_drafted_where_that_is_best(per_ms, best):
+    ran = run(WidthChooser(LADDER), 300, *world(per_ms), noise=0.05)
+    assert widths(ran)[100:].count(best) >= 190
 
 
-def test_plain_decoding_is_not_corrected_by_what_drafts_committed():
-    # All widths keep half of what they promise; width 0 keeps it all.
-    utility = {0: 1.0, 3: 1.6, 7: 1.5}
-    honesty = {3: 0.5, 7: 0.5}
-    ran = run(WidthChooser((0, 3, 7)), 600, utility, honesty=honesty)
-    assert ran[300:].count(0) >= 280
+def test_plain_decoding_is_not_corrected_by_what_drafts_gave():
+    # Drafts give a fifth of what they promise; an anchor gives all.
+    made = world({3: 1.6, 7: 1.5, 15: 1.0})
+    ran = run(WidthChooser(LADDER), 1000, *made, honesty=dict.fromkeys(WIDTHS, 0.2))
+    assert widths(ran)[700:].count(0) >= 280
 
 
-def test_a_tie_goes_to_the_narrowest():
-    chooser = WidthChooser(WIDTHS, probe_every=1000)
-    ran = run(chooser, 20, dict.fromkeys(WIDTHS, 2.0))
-    assert set(ran[3:]) == {3}
+def test_gains_are_scaled_by_what_steps_of_that_width_give():
+    made = world({3: 1.0, 7: 1.5, 15: 1.4})
+    ran = run(WidthChooser(WIDTHS), 600, *made, honesty={7: 0.3})
+    assert widths(ran)[400:].count(15) >= 180
 
 
-def test_predictions_are_scaled_by_what_steps_commit():
-    # 15 promises most tokens per ms and keeps half of it; 7 keeps its word.
-    chooser = WidthChooser(WIDTHS, probe_share=0.05)
-    ran = run(
-        chooser,
-        800,
-        {3: 1.0, 7: 1.5, 15: 2.0},
-        honesty={3: 1.0, 7: 1.0, 15: 0.5},
-    )
-    assert ran[3] == 15  # nothing is known of its honesty at first
-    assert ran[400:].count(7) >= 370
-    assert chooser.expected(7) == pytest.approx(1.5, rel=0.02)
-    assert chooser.expected(15) == pytest.approx(1.0, rel=0.1)
+def test_a_plan_has_to_be_worth_more_than_its_margin():
+    per_ms = {3: 1.3, 7: 1.0, 15: 0.5}
+    for full, planned in ((1.005, False), (1.03, True)):
+        ran = run(WidthChooser(LADDER), 60, *world(per_ms, full=full))
+        assert ran[5:33].count(Choice(3, planned)) >= 26
 
 
-def test_a_scale_that_all_widths_share_changes_no_choice():
-    utility = {3: 1.0, 7: 1.5, 15: 1.2}
-    honest = run(WidthChooser(WIDTHS), 200, utility)
-    boastful = run(
-        WidthChooser(WIDTHS), 200, utility, honesty=dict.fromkeys(WIDTHS, 0.4)
-    )
-    for ran in (honest, boastful):
-        assert ran[3:].count(7) >= 190
+def test_drafting_has_to_be_worth_more_than_its_margin():
+    for plain, width in ((1.005, 3), (1.03, 0)):
+        made = world({3: 1.02, 7: 0.5, 15: 0.3}, plain=plain, full=1.1)
+        assert run(WidthChooser(LADDER), 20, *made)[-1].width == width
 
 
-def test_expectations_are_relative_to_the_narrowest_width():
-    chooser = WidthChooser((3, 7))
-    run(chooser, 400, {3: 4.0, 7: 2.0}, honesty={3: 0.5, 7: 0.5})
-    assert chooser.expected(3) == pytest.approx(0.5, rel=0.01)
-    assert chooser.expected(7) == pytest.approx(0.25, rel=0.01)
+def test_a_step_without_a_plan_is_planned_now_and_then():
+    made = world({3: 1.3, 7: 1.0, 15: 0.5}, full=1.0)
+    ran = run(WidthChooser(LADDER, probe_every=10), 200, *made)
+    assert 15 <= ran.count(Choice(3, True)) <= 21
+    assert ran.count(Choice(3, False)) >= 150
 
 
-def test_how_easy_the_texts_are_changes_no_choice():
-    """Only the narrow width is seen while the texts are hard."""
-    chooser = WidthChooser((3, 7), 1000)
-    for _ in range(20):
-        chooser.observe(7, {3: 3.0, 7: 2.5}, 4.0, 4.0, {7: 9.0})
-    for _ in range(20):
-        chooser.observe(3, {3: 1.0}, 2.0, 2.0, {3: 9.0})
-    assert chooser.expected(7) < chooser.expected(3)
+def test_probes_lose_no_more_than_their_share():
+    per_ms = {3: 0.5, 7: 0.3, 15: 0.1}
+    gain_MR, costs = world(per_ms)
+    chooser = WidthChooser(LADDER, probe_every=8, probe_share=0.02)
+    ran = run(chooser, 20_000, gain_MR, costs)[1:]
+    lost = {w: 1 - per_ms[w] for w in WIDTHS}
+    ms = {w: costs.planned_MR[m, 1] for m, w in enumerate(WIDTHS)} | {0: 1.0}
+    total = sum(ms[c.width] for c in ran)
+    spent = sum(lost[c.width] * ms[c.width] for c in ran if c.width)
+    # The narrowest may cost more: it has a longest spell.
+    assert spent / total < 0.02 + lost[3] * ms[3] / (8 * 8)
+    assert all(widths(ran).count(w) >= 2 for w in WIDTHS)
 
 
-def test_little_evidence_is_not_believed_at_once():
-    chooser = WidthChooser((7,))
-    run(chooser, 1, {7: 2.0}, honesty={7: 0.0})
-    assert 0.75 < chooser.expected(7) < 1.0
+def test_no_spell_without_drafts_is_longer_than_stated():
+    made = world({3: 0.05, 7: 0.02, 15: 0.01})
+    chooser = WidthChooser(LADDER, probe_every=4, probe_share=1e-6)
+    at = np.flatnonzero(np.array(widths(run(chooser, 500, *made))) == 3)
+    assert np.diff(at).max() == 4 * 8
 
 
-@pytest.mark.parametrize("probe_every", [5, 32])
-@pytest.mark.parametrize("best", WIDTHS)
-def test_the_others_are_probed_in_turn(best, probe_every):
-    chooser = WidthChooser(WIDTHS, probe_every, probe_share=1.0)
-    ran = run(chooser, 5 * probe_every, {w: 1.0 + (w == best) for w in WIDTHS})
-    for width in set(WIDTHS) - {best}:
-        gaps = np.diff([step for step, w in enumerate(ran) if w == width])
-        assert len(gaps) >= 3
-        assert set(gaps) <= {probe_every, probe_every + 1, probe_every + 2}
+def test_it_notices_that_texts_have_become_easier():
+    chooser = WidthChooser(LADDER)
+    gain_MR, costs = world({3: 1.3, 7: 1.1, 15: 0.5})
+    assert widths(run(chooser, 400, gain_MR * 0.2, costs))[-100:].count(0) >= 95
+    ran = run(chooser, 1200, gain_MR, costs)
+    assert widths(ran)[-100:].count(3) >= 90
 
 
-@pytest.mark.parametrize("share", [0.01, 0.1])
-def test_probes_lose_no_more_than_their_share(share):
-    utility = {0: 1.0, 3: 0.8, 7: 0.5, 15: 0.1}
-    chooser = WidthChooser((0, *WIDTHS), 8, share)
-    ran = np.array(run(chooser, 4000, utility)[3:])
-    lost = {w: 10 / u * (1 - u) for w, u in utility.items()}
-    lost_ms = sum(lost[w] for w in ran)
-    whole_ms = sum(10 / utility[w] for w in ran)
-    assert lost_ms <= share * whole_ms
-    assert lost_ms >= 0.5 * share * whole_ms  # and they are made
-    assert set(ran) == {0, *WIDTHS}
+def test_new_costs_change_the_choice_at_once():
+    chooser = WidthChooser(LADDER)
+    gain_MR, costs = world({3: 1.3, 7: 1.1, 15: 0.5})
+    assert run(chooser, 50, gain_MR, costs)[-1].width == 3
+    dear = StepCosts(costs.plain_ms, costs.planned_MR * 2, costs.full_M * 2)
+    assert chooser.next(dear) == PLAIN
 
 
-def test_a_dear_probe_does_not_keep_cheap_ones_waiting():
-    # 15 costs a hundred plain steps, 3 next to nothing; and 3 looked bad at first.
-    utility = {0: 1.0, 3: 0.95, 15: 0.01}
-    ran = run(WidthChooser((0, 3, 15)), 600, utility)
-    assert ran[2:].count(3) > 10 * max(1, ran[2:].count(15))
+class TestCap:
+    def test_only_steps_that_are_short_enough_are_left(self):
+        _, costs = world({3: 1.0, 7: 1.0, 15: 1.0}, full=1.2)
+        capped = costs.within(3.0)
+        assert capped.plain_ms == 1.0
+        assert np.isfinite(capped.planned_MR).sum() == 2  # of widths 3 and 7
+        assert np.isfinite(capped.full_M).tolist() == [True, False, False]
+        ran = run(WidthChooser(LADDER), 100, world({3: 9, 7: 9, 15: 9})[0], capped)
+        assert max(widths(ran)) == 7
+
+    def test_the_cheapest_is_left_where_none_is_short_enough(self):
+        _, costs = world({3: 1.0, 7: 1.0, 15: 1.0}, full=0.9)
+        capped = costs._replace(plain_ms=np.inf).within(0.1)
+        assert not np.isfinite(capped.planned_MR).any()
+        assert np.isfinite(capped.full_M).tolist() == [True, False, False]
+
+    def test_without_a_cap_nothing_changes(self):
+        _, costs = world({3: 1.0, 7: 1.0, 15: 1.0})
+        same = costs.within(np.inf)
+        np.testing.assert_array_equal(same.planned_MR, costs.planned_MR)
 
 
-def test_a_world_that_changes_is_followed():
-    chooser = WidthChooser(WIDTHS, 8, 0.1)
-    run(chooser, 100, {3: 2.0, 7: 1.0, 15: 1.0})
-    late = run(chooser, 800, {3: 1.0, 7: 1.0, 15: 2.0})[-100:]
-    assert late.count(15) >= 80
-
-
-def test_widths_beyond_the_one_that_ran_keep_their_expectation():
-    chooser = WidthChooser(WIDTHS)
-    run(chooser, 3, dict.fromkeys(WIDTHS, 1.0))
-    before = chooser.expected(15)
-    chooser.observe(7, {3: 1.0, 7: 9.0}, 4.0, 4.0, {7: 9.0})
-    assert chooser.expected(15) == before
-    assert chooser.expected(7) > before
-
-
-def test_nothing_is_expected_of_a_width_that_was_never_seen():
-    assert WidthChooser(WIDTHS).expected(7) == 0.0
-
-
-def test_a_step_that_predicted_nothing_is_harmless():
-    chooser = WidthChooser(WIDTHS)
-    chooser.observe(3, {3: 0.0}, 0.0, 0.0, {3: 9.0})
-    assert chooser.expected(3) == 0.0
-    assert chooser.next() in WIDTHS
-
-
-def test_one_width_leaves_no_choice():
-    assert set(run(WidthChooser((7,)), 70, {7: 1.0})) == {7}
-
-
-@pytest.mark.parametrize("widths", [(), (7, 3), (3, 3), (0,), (-1, 3)], ids=str)
-def test_widths_that_are_no_ladder_are_refused(widths):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"widths": (0,)},
+        {"widths": (7, 3)},
+        {"widths": (3, 3)},
+        {"widths": (-1, 3)},
+        {"widths": WIDTHS, "probe_every": 0},
+        {"widths": WIDTHS, "probe_share": 0.0},
+        {"widths": WIDTHS, "margin": 1.0},
+        {"widths": WIDTHS, "margin": -0.1},
+    ],
+)
+def test_senseless_options_are_refused(options):
     with pytest.raises(ValueError, match="found"):
-        WidthChooser(widths)
-
-
-def test_probing_never_is_refused():
-    with pytest.raises(ValueError, match="probe_every must be at least 1; found 0"):
-        WidthChooser(WIDTHS, 0)
+        WidthChooser(**options)

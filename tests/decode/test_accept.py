@@ -1,5 +1,7 @@
 """Acceptance by hand, and against decoding one token at a time."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 from dcut_jax.decode.accept import accept
 from dcut_jax.decode.state import NO_STOP, DecodeState, from_wire, to_wire
+from dcut_jax.decode.steps import widen
 
 accept = jax.jit(accept)
 
@@ -213,14 +216,26 @@ def test_against_a_loop():
             assert after.room_B[b] == room_B[b] - len(want)
 
 
-def test_the_wire_form_comes_back():
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_the_wire_form_comes_back(logprobs):
     outcome, _ = accept(
         jnp.asarray([PREDICTED] * 2),
         jnp.asarray([[11, 99, 13], [11, 12, 13]]),
         jnp.asarray([3, 3]),
         state_of(2, stop=[13]),
     )
-    back = from_wire(np.asarray(to_wire(outcome)))
+    if logprobs:
+        logp_BW = jnp.asarray([[-0.0, -1e-30, -7.25, -np.inf]] * 2, jnp.float32)
+        outcome = replace(outcome, logp_BW=logp_BW)
+    wire_BX = to_wire(widen(outcome, 13))
+    assert wire_BX.dtype == jnp.int32
+    back = from_wire(np.asarray(wire_BX), logprobs)
     assert back.finished_B.dtype == bool
-    for name in back._fields:
+    for name in ("count_B", "accepted_B", "finished_B"):
         np.testing.assert_array_equal(getattr(back, name), getattr(outcome, name))
+    assert back.token_BW.shape == (2, 13)
+    np.testing.assert_array_equal(back.token_BW[:, :4], outcome.token_BW)
+    if logprobs:
+        np.testing.assert_array_equal(back.logp_BW[:, :4], outcome.logp_BW)
+    else:
+        assert back.logp_BW is None

@@ -1,13 +1,20 @@
 """Drawing tokens: which remain, with what frequency, and what does not matter."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcut_jax.decode.sample import Sampling, greedy, keep, next_token, pick, weights
+from dcut_jax.cut.confidence import top1
+from dcut_jax.decode.sample import (
+    Sampling,
+    greedy,
+    keep,
+    log_probability,
+    next_token,
+    pick,
+    weights,
+)
 
 VOCAB = 300  # two blocks of the search and a part of one
 
@@ -167,66 +174,20 @@ def test_a_draw_depends_on_logits_settings_seed_and_position_alone():
     assert len(set(many)) > 2
 
 
-def chi_square_p(counts, p):
-    """Tail probability by Wilson and Hilferty's cube root."""
-    expected = counts.sum() * p
-    value, freedom = ((counts - expected) ** 2 / expected).sum(), len(p) - 1
-    z = ((value / freedom) ** (1 / 3) - 1 + 2 / (9 * freedom)) / np.sqrt(
-        2 / (9 * freedom)
-    )
-    return 0.5 * (1 - float(jax.scipy.special.erf(z / np.sqrt(2))))
+class TestLogProbability:
+    def test_it_is_the_softmax_of_the_logits_as_they_are(self):
+        logits_TV = draw_logits(64) + np.float32(50)
+        logits_TV[:, 5] = -np.inf
+        token_T = np.random.default_rng(1).integers(VOCAB, size=64).astype(np.int32)
+        token_T[0] = 5
+        got = np.asarray(jax.jit(log_probability)(logits_TV, token_T))
+        exact_TV = logits_TV.astype(np.float64)
+        exact_TV -= exact_TV.max(axis=1, keepdims=True)
+        exact_TV -= np.log(np.exp(exact_TV).sum(axis=1, keepdims=True))
+        np.testing.assert_allclose(got, exact_TV[np.arange(64), token_T], rtol=2e-6)
+        assert got[0] == -np.inf
 
-
-@partial(jax.jit, static_argnames=("draws", "biased"))
-def two_tokens(seed, table_VV, first_V, draws, biased=False):
-    """`draws` texts of two tokens, by drafting the likeliest and verifying.
-
-    `biased` accepts a draft with its own probability and else draws afresh from the
-    whole law, as schemes do that take a draft's probability for its acceptance.
-    """
-    seed_N = jnp.arange(draws, dtype=jnp.int32) + seed * draws
-    sampling = Sampling(
-        temperature=jnp.ones(draws),
-        top_k=jnp.zeros(draws, jnp.int32),
-        top_p=jnp.ones(draws),
-        min_p=jnp.zeros(draws),
-        seed=seed_N,
-    )
-
-    def target(logits_NV, position):
-        own_N = next_token(logits_NV, sampling, jnp.full(draws, position))
-        if not biased:
-            return own_N
-        draft_N = jnp.argmax(logits_NV, axis=1)
-        p_N = jnp.max(jax.nn.softmax(logits_NV), axis=1)
-        keys = jax.vmap(lambda s: jax.random.fold_in(jax.random.key(s), 99 + position))
-        accepted_N = jax.vmap(jax.random.uniform)(keys(seed_N)) < p_N
-        return jnp.where(accepted_N, draft_N, own_N)
-
-    a_N = target(jnp.broadcast_to(first_V, (draws, first_V.shape[0])), 1)
-    b_N = target(table_VV[a_N], 2)
-    return a_N * first_V.shape[0] + b_N
-
-
-@pytest.fixture(scope="module")
-def law():
-    rng = np.random.default_rng(5)
-    first_V, table_VV = rng.normal(size=4), rng.normal(size=(4, 4))
-    p_V = probabilities(first_V)
-    p_VV = p_V[:, None] * np.stack([probabilities(row) for row in table_VV])
-    return np.float32(first_V), np.float32(table_VV), p_VV.ravel()
-
-
-def test_two_tokens_follow_the_law_of_the_target(law):
-    first_V, table_VV, p = law
-    passed = 0
-    for seed in range(20):
-        texts = two_tokens(seed, table_VV, first_V, draws=100_000)
-        passed += chi_square_p(np.bincount(texts, minlength=16), p) > 0.01
-    assert passed >= 19
-
-
-def test_the_test_notices_a_biased_scheme(law):
-    first_V, table_VV, p = law
-    texts = two_tokens(0, table_VV, first_V, draws=100_000, biased=True)
-    assert chi_square_p(np.bincount(texts, minlength=16), p) < 1e-6
+    def test_of_the_likeliest_it_is_the_confidence(self):
+        best = top1(jnp.asarray(draw_logits(64)))
+        got = log_probability(jnp.asarray(draw_logits(64)), best.token)
+        np.testing.assert_array_equal(got, best.logp)

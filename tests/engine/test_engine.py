@@ -15,9 +15,10 @@ from dcut_jax.decode import sample
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.decode.steps import Models
 from dcut_jax.engine import engine as engine_module
+from dcut_jax.engine import steering as steering_module
 from dcut_jax.engine.engine import Engine, EngineConfig
 from dcut_jax.engine.policy import ArPolicy, DCutPolicy, FixedPolicy, unmeasured
-from dcut_jax.engine.requests import Completion, Request
+from dcut_jax.engine.requests import Completion, Request, halted_after
 from dcut_jax.models.dense import forward_sequences, head_VE, logits
 
 # Caches of 256 positions, of which a request may use all but the engine's slack.
@@ -129,6 +130,18 @@ TIERS = {1: (1, 2, 4, 8), 3: (3, 6, 12, 24), 4: (4, 6, 8, 12, 16, 32)}
 def dcut(shapes, invented_table, verify_ms, draft_ms=lambda width: 1e-3, **choice):
     policy = replace(unmeasured(), **(CHOICES[shapes.slots] | choice))
     return replace(policy, table=invented_table(policy, shapes, verify_ms, draft_ms))
+
+
+def planner_alone():
+    """The plan at every step, and nothing that is learned."""
+    return replace(
+        unmeasured(),
+        plain=False,
+        bypass=False,
+        calibrate=False,
+        correct=False,
+        patience=None,
+    )
 
 
 def realistic(lay):
@@ -338,7 +351,7 @@ class TestAcceptance:
     ):
         # Rows so dear that none pays, unless drafting has cost far more already.
         shapes = shapes_of(4)
-        policy = replace(unmeasured(), plain=False, probe_every=3, probe_share=1.0)
+        policy = replace(planner_alone(), probe_every=3, probe_share=1.0)
         table = invented_table(
             policy,
             shapes,
@@ -348,7 +361,8 @@ class TestAcceptance:
         policy = replace(policy, table=table)
         engine = build(policy, 4)
         engine.generate(requests)
-        cost_ms = policy.cost_ms(engine.shapes, 0.0)
+        ms = policy.measured(engine.shapes, 0.0)
+        cost_ms = policy.costs(engine.shapes, ms).planned_MR
         widths = policy.ladder(engine.shapes)
         full = [r for r in engine.records if r.active == 4]
         assert {r.rows for r in full if r.width == 3} == {4}
@@ -358,8 +372,12 @@ class TestAcceptance:
             assert decision.kept == record.kept
             assert 0 <= decision.gain <= record.kept
             assert record.rows == policy.tiers(engine.shapes)[decision.tier]
-            worth = (record.active + decision.gain) / cost_ms[at, decision.tier]
-            assert decision.utility[at] == pytest.approx(worth, rel=1e-5)
+            gain_R = decision.gain_MR[at]
+            assert decision.gain == pytest.approx(gain_R[decision.tier], rel=1e-5)
+            utility_R = (record.active + gain_R) / cost_ms[at]
+            assert utility_R[decision.tier] == pytest.approx(max(utility_R), rel=1e-5)
+            # Wider than what was drafted nothing is known.
+            assert np.isnan(decision.gain_MR[at + 1 :]).all()
 
 
 def test_keeping_everything_is_the_path_without_a_plan(
@@ -371,6 +389,7 @@ def test_keeping_everything_is_the_path_without_a_plan(
         lambda lay: 0.1 if lay.rows == 32 else 1e3,
         widths=(7,),
         plain=False,
+        bypass=False,
     )
     # No more than there are slots, since a plan learns of a free slot one step later.
     requests = [Request(p, 20 + 5 * i) for i, p in enumerate(prompts[:4])]
@@ -414,7 +433,8 @@ def reads(monkeypatch):
         counting.reads += 1
         return value.fget(x)
 
-    monkeypatch.setattr(engine_module, "np", counting)
+    for module in (engine_module, steering_module):
+        monkeypatch.setattr(module, "np", counting)
     monkeypatch.setattr(array, "_value", property(read))
     return counting
 
@@ -777,3 +797,224 @@ class TestSampling:
     def test_settings_that_mean_nothing(self, bad):
         with pytest.raises(ValueError, match=f"{next(iter(bad))} must be"):
             Request((1,), 5, **bad)
+
+
+def after(*run):
+    """A halt that ends a text where these tokens stand in a row."""
+
+    def make():
+        seen = []
+
+        def halt(token):
+            seen.append(token)
+            return tuple(seen[-len(run) :]) == run
+
+        return halt
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def halting(requests, greedy):
+    """Requests of which some end on the host: at once, early, late, with a stop token.
+
+    Others end before their halt, and some have none.
+    """
+    text = {p: tuple(t) for p, t in greedy.items()}
+
+    def at(request, *place):
+        return replace(request, halt=after(*text[request.prompt][slice(*place)]))
+
+    a, b, c, d, e, f, g, h, *more = requests
+    return [
+        at(a, 5, 8),
+        at(b, 11, 13),  # as the stop token comes
+        at(c, 0, 1),
+        at(d, 1, 3),  # long before the stop token
+        at(e, 22, 25),  # with the last token there may be
+        replace(f, halt=after(-1)),  # never
+        at(g, 17, 19),
+        replace(h, halt=after(-1)),
+        *more,
+        at(a, 0, 1),
+        at(g, 33, 34),
+    ]
+
+
+def halted(request, greedy):
+    """What `expected` is of this request with its halt, and why it ends."""
+    text = expected(request, greedy)
+    end = halted_after(request.halt(), text) if request.halt else None
+    ends = end is not None or text[-1] in request.stop
+    return text[:end], "stop" if ends else "length"
+
+
+class TestHalt:
+    """A text that the host ends is the same in every policy, and harms no other."""
+
+    def test_the_requests_are_of_every_kind(self, halting, greedy):
+        ends = [
+            halted_after(r.halt(), expected(r, greedy)) if r.halt else None
+            for r in halting
+        ]
+        assert ends.count(None) == 5
+        assert ends.count(1) >= 2
+        shorter = [n for n, r in zip(ends, halting, strict=True) if n]
+        assert len(set(shorter)) >= 5
+
+    @pytest.fixture(params=["ar", "fixed-3", "fixed-7", "dcut", "dcut, all widths"])
+    def engine_of(self, request, build, shapes_of, invented_table):
+        def make(slots):
+            match request.param:
+                case "ar":
+                    policy = ArPolicy()
+                case "fixed-3" | "fixed-7":
+                    policy = FixedPolicy(int(request.param[-1]))
+                case "dcut":
+                    policy = dcut(shapes_of(slots), invented_table, realistic)
+                case _:
+                    policy = dcut(
+                        shapes_of(slots),
+                        invented_table,
+                        realistic,
+                        probe_every=2,
+                        probe_share=1.0,
+                    )
+            return build(policy, slots)
+
+        return make
+
+    @pytest.mark.parametrize("slots", [1, 3])
+    def test_every_policy(self, engine_of, halting, greedy, slots):
+        engine = engine_of(slots)
+        want = [halted(r, greedy) for r in halting]
+        for order in (slice(None), slice(None, None, -1)):
+            engine.records.clear()
+            got = engine.generate(halting[order])
+            assert [(c.tokens, c.finish) for c in got] == want[order]
+            assert not np.asarray(engine.state.active_B).any()
+            decoded = sum(len(c.tokens) - 1 for c in got)
+            assert sum(r.committed for r in engine.records) == decoded
+            assert sum(c.steps for c in got) == sum(r.active for r in engine.records)
+
+    def test_twins_are_halted_apart(self, engine_of, halting, greedy):
+        got = engine_of(3).generate([halting[0]] * 7)
+        assert [(c.tokens, c.finish) for c in got] == [halted(halting[0], greedy)] * 7
+
+    def test_a_slot_is_free_at_once_and_its_neighbour_goes_on(
+        self, engine_of, prompts, greedy
+    ):
+        engine = engine_of(3)
+        engine.reset()
+        run = greedy[prompts[0]]
+        asked = [
+            Request(prompts[0], 45, halt=after(*run[8:11])),
+            Request(prompts[8], 45),
+            Request(prompts[1], 45),
+        ]
+        running = [engine.admit(engine.prefill(r)) for r in asked]
+        while running[0].finish == "running":
+            engine.step()
+        assert running[0].tokens == run[:11]
+        assert engine.running == 2
+        assert not np.asarray(engine.state.active_B)[0]
+        # What the device may have decoded on is not the next one's.
+        running.append(engine.admit(engine.prefill(Request(prompts[2], 30))))
+        while engine.running:
+            engine.step()
+        assert running[0].tokens == run[:11]
+        for completion, prompt in zip(running[1:], (8, 1, 2), strict=True):
+            count = len(completion.tokens)
+            assert count == (30 if prompt == 2 else 45)
+            assert completion.tokens == greedy[prompts[prompt]][:count]
+
+    def test_cancelling_one_that_has_just_halted(self, build, prompts, greedy):
+        engine = build(FixedPolicy(7), 3)
+        engine.reset()
+        run = greedy[prompts[0]]
+        done = engine.admit(
+            engine.prefill(Request(prompts[0], 45, halt=after(*run[:3])))
+        )
+        engine.step()
+        engine.cancel(done)
+        assert done.finish == "stop"
+        assert done.tokens == run[:3]
+
+
+@pytest.fixture(scope="module")
+def make_scored(pair, compiler):
+    def make(policy, slots, sampling):
+        config = EngineConfig(slots, MAX_LENGTH, sampling=sampling, logprobs=True)
+        return Engine(pair, config, policy, compiler=compiler)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def whole_logp(pair):
+    """Log-probabilities of a completion's tokens, from one pass over the whole text."""
+
+    @jax.jit
+    def run(token_1S):
+        valid = jnp.ones(token_1S.shape, bool)
+        rows = forward_sequences(pair.params["target"], pair.target, token_1S, valid)
+        logits_SV = logits(rows.hidden[0], head_VE(pair.params["target"]))
+        return jax.nn.log_softmax(logits_SV, axis=-1)
+
+    def of(request, completion):
+        token_1S = np.zeros((1, MAX_LENGTH), np.int32)
+        whole = [*request.prompt, *completion.tokens]
+        token_1S[0, : len(whole)] = whole
+        logp_SV = np.asarray(run(token_1S))
+        at = np.arange(len(request.prompt), len(whole))
+        return logp_SV[at - 1, completion.tokens]
+
+    return of
+
+
+class TestLogprobs:
+    @pytest.mark.parametrize("sampling", [False, True], ids=["greedy", "sampled"])
+    @pytest.mark.parametrize("kind", ["ar", "fixed", "dcut"])
+    def test_they_are_those_of_a_plain_pass(
+        self,
+        make_scored,
+        asked,
+        plain,
+        halting,
+        greedy,
+        whole_logp,
+        invented_table,
+        kind,
+        sampling,
+    ):
+        slots = 1 if kind == "ar" else 3
+        policy = FixedPolicy(7) if kind == "fixed" else ArPolicy()
+        if kind == "dcut":
+            shapes = make_scored(policy, slots, sampling).shapes
+            policy = dcut(shapes, invented_table, realistic)
+        engine = make_scored(policy, slots, sampling)
+        requests = asked if sampling else halting
+        got = engine.generate(requests)
+        assert texts(got) == (
+            plain if sampling else [halted(r, greedy)[0] for r in requests]
+        )
+        for request, completion in zip(requests, got, strict=True):
+            want = whole_logp(request, completion)
+            np.testing.assert_allclose(completion.logprobs, want, rtol=0, atol=1e-4)
+            assert all(isinstance(x, float) and x <= 0 for x in completion.logprobs)
+        unlikely = min(min(c.logprobs) for c in got)
+        assert unlikely < (-3 if sampling else -0.01)  # or these tests test nothing
+
+    def test_without_them_there_are_none(self, build, requests):
+        got = build(FixedPolicy(7), 3).generate(requests)
+        assert all(c.logprobs == [] for c in got)
+
+    def test_a_step_reads_back_once(self, make_scored, prompts, invented_table, reads):
+        shapes = make_scored(ArPolicy(), 3, False).shapes
+        engine = make_scored(dcut(shapes, invented_table, realistic), 3, False)
+        for prompt in prompts[:2]:
+            engine.admit(engine.prefill(Request(prompt, 30)))
+        while engine.running:
+            reads.reads = 0
+            engine.step()
+            assert reads.reads == 1

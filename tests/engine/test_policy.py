@@ -12,6 +12,7 @@ from dcut_jax.engine.policy import (
     ArPolicy,
     DCutPolicy,
     FixedPolicy,
+    draft_work,
     profiled,
     unmeasured,
 )
@@ -41,6 +42,10 @@ class Recorder:
         return 0.5
 
 
+def planned_ms(policy, shapes):
+    return policy.costs(shapes, policy.measured(shapes, 128.0)).planned_MR
+
+
 CHOICES = {
     "default": {},
     "one_width": {"widths": (5,)},
@@ -57,7 +62,7 @@ class TestDCut:
     def test_the_cells_it_reads_are_the_steps_it_can_run(self, slots, width, choice):
         table, shapes = Recorder(), shapes_of(slots, width)
         policy = DCutPolicy(table, **choice)
-        policy.cost_ms(shapes, 128.0)
+        planned_ms(policy, shapes)
         lays = policy.layouts(shapes)
         assert table.verify == {(slots, lay.rows, lay.width) for lay in lays}
         assert table.draft == {(slots, w) for w in policy.ladder(shapes)}
@@ -86,12 +91,11 @@ class TestDCut:
     ):
         policy = DCutPolicy(Recorder(lambda rows, width: float(rows)), **choice)
         shapes = shapes_of(slots, width)
-        cost_ms = policy.cost_ms(shapes, 128.0)
-        assert cost_ms.dtype == np.float32
+        cost_ms = planned_ms(policy, shapes)
         rows_R = np.array(policy.tiers(shapes))
         for drafts, cost_R in zip(policy.ladder(shapes), cost_ms, strict=True):
             offered_R = np.isin(rows_R, policy.offered(shapes, drafts))
-            want_R = np.where(offered_R, rows_R + np.float32(0.75), np.inf)
+            want_R = np.where(offered_R, rows_R + 0.75, np.inf)
             np.testing.assert_array_equal(cost_R, want_R)
 
 
@@ -99,7 +103,7 @@ def test_a_cheaper_wider_tier_does_not_make_a_narrower_one_look_cheap():
     # A plan names the tier that runs, so each tier has to show its own time.
     table = Recorder(lambda rows, width: 9.0 if rows == 6 else 2.0)
     policy = DCutPolicy(table, widths=(7,), factors=(1.0, 1.5))
-    assert policy.cost_ms(shapes_of(4, 8), 0.0).tolist() == [[2.75, 9.75, 2.75]]
+    assert planned_ms(policy, shapes_of(4, 8)).tolist() == [[2.75, 9.75, 2.75]]
 
 
 def test_default_widths_go_as_far_as_the_block():
@@ -129,6 +133,34 @@ def test_ratios_leave_no_choice_of_widths_or_tiers():
 def test_plain_steps_cannot_be_weighed_by_the_papers_objective():
     with pytest.raises(ValueError, match="set plain=False"):
         DCutPolicy(CostTable.empty(), objective="paper")
+
+
+def test_steps_without_a_plan_cost_no_planning():
+    shapes = shapes_of(4, 8)
+    policy = DCutPolicy(Recorder(lambda rows, width: float(rows)))
+    costs = policy.costs(shapes, policy.measured(shapes, 0.0))
+    assert costs.plain_ms == 4.0
+    assert costs.full_M.tolist() == [16.25, 32.25]
+    none = replace(policy, plain=False, bypass=False)
+    costs = none.costs(shapes, none.measured(shapes, 0.0))
+    assert costs.plain_ms == np.inf
+    assert costs.full_M.tolist() == [np.inf, np.inf]
+
+
+def test_a_correction_reaches_every_step_that_runs_the_work():
+    shapes = shapes_of(4, 8)
+    policy = DCutPolicy(Recorder(lambda rows, width: float(rows)))
+    ms = policy.measured(shapes, 0.0)
+    dear = policy.costs(shapes, ms | {draft_work(7): ms[draft_work(7)] + 1.0})
+    costs = policy.costs(shapes, ms)
+    np.testing.assert_array_equal(dear.planned_MR[0], costs.planned_MR[0])
+    np.testing.assert_array_equal(dear.planned_MR[1], costs.planned_MR[1] + 1)
+    assert (dear.full_M - costs.full_M).tolist() == [0, 1]
+
+
+def test_patience_is_at_least_a_step():
+    with pytest.raises(ValueError, match="found 0"):
+        replace(unmeasured(), patience=0)
 
 
 def test_a_table_covers_a_policy_when_every_cell_is_there():
@@ -166,7 +198,7 @@ def test_the_published_policy_has_a_tier_per_ratio(slots, width, rows):
 def test_the_published_policy_reads_the_cells_of_its_steps():
     table, shapes = Recorder(), shapes_of(4, 16)
     policy = DCutPolicy.published(table)
-    policy.cost_ms(shapes, 0.0)
+    planned_ms(policy, shapes)
     lays = policy.layouts(shapes)
     assert table.verify == {(4, lay.rows, lay.width) for lay in lays}
 
@@ -185,7 +217,7 @@ def test_a_fixed_width_drafts_something(width):
 
 def test_a_cost_that_was_not_measured_is_an_error():
     with pytest.raises(CostError, match="no plan time for 4 slots"):
-        unmeasured().cost_ms(shapes_of(4, 8), 0.0)
+        unmeasured().measured(shapes_of(4, 8), 0.0)
 
 
 def test_the_chooser_has_the_ladder():

@@ -91,7 +91,7 @@ class TestProfile:
 
     def test_an_engine_runs_on_it(self, pair, compiler, measured, policy, shapes):
         own = dataclasses.replace(policy, table=measured)
-        cost_ms = own.cost_ms(shapes, 64.0)
+        cost_ms = own.costs(shapes, own.measured(shapes, 64.0)).planned_MR
         assert cost_ms.shape == (2, 4)
         assert (cost_ms > measured.plan_ms(SLOTS)).all()
         prompts = [Request((5, 6, 7), 12), Request((40, 42, 44, 46), 12)]
@@ -153,6 +153,14 @@ class TestFingerprint:
         assert here.differences(there) == [
             "cache_dtype: 'float32', here 'bfloat16'",
             "positions: 256, here 512",
+        ]
+
+    def test_steps_that_do_more_are_others(self, pair, here):
+        more = EngineConfig(SLOTS, 224, sampling=True, logprobs=True)
+        there = fingerprint(pair, more, "tiny target", "tiny/drafter")
+        assert here.differences(there) == [
+            "sampling: False, here True",
+            "logprobs: False, here True",
         ]
 
     def test_the_batch_size_is_in_the_cells_instead(self, pair, here):
@@ -286,4 +294,4 @@ def test_the_policy_of_the_paper_can_be_profiled(pair, compiler, here, shapes):
     policy = DCutPolicy.published(CostTable.empty())
     table = profile(pair, CONFIG, [policy], here, [5], compiler=compiler, rounds=1)
     own = dataclasses.replace(policy, table=table)
-    assert np.isfinite(own.cost_ms(shapes, 300.0)).all()
+    assert np.isfinite(list(own.measured(shapes, 300.0).values())).all()

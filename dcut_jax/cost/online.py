@@ -1,0 +1,112 @@
+"""Corrects measured costs by the time that real steps take.
+
+Imports nothing but NumPy and the standard library.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+# Standard deviation of what a table says of a piece of work, as a log ratio: it was
+# measured once, in one mood of the machine.
+_TABLE_SPREAD = 0.15
+# Of the time of one step, beside its neighbour's.
+_STEP_SPREAD = 0.1
+# A correction drifts by this much per step that tells something of it.
+_DRIFT = 0.003
+# No correction is beyond a factor of two: a table that is worse has to be made anew.
+_MOST = math.log(2)
+# Weight of a step in the machine's mood: it remembers about twenty.
+_MOOD_RATE = 0.05
+# Beyond this, in standard deviations, a surprise is an accident: something else ran.
+_ACCIDENT = 3.0
+
+Work = tuple[str, int, int]  # kind and two sizes, as the engine names its executables
+
+
+@dataclass
+class _Belief:
+    """Log of real over measured time, and how unsure it is."""
+
+    log: float = 0.0
+    variance: float = _TABLE_SPREAD**2
+
+
+@dataclass
+class Correction:
+    """Factors on the measured times of single pieces of work.
+
+    How fast a machine is changes from minute to minute, and by more than the pieces
+    differ. So a step is compared with the one just before it only: what both share
+    cancels, and with it the machine's mood. Two neighbours that ran different work
+    show how the costs of that work compare, which is all that a choice among them
+    needs; steps that run the same work for ever show nothing, and change nothing.
+
+    Each surprise is split among the pieces of both steps by how much of the time they
+    are and how unsure they still are: a Kalman filter with a variance per piece.
+
+    Attributes:
+      version: rises whenever a factor has changed.
+    """
+
+    version: int = 0
+    _beliefs: dict[Work, _Belief] = field(default_factory=dict)
+    _log_mood: float | None = None
+    _last: tuple[float, dict[Work, float]] | None = None
+
+    def factor(self, work: Work) -> float:
+        """Real over measured time of a piece of work, relative to the others."""
+        belief = self._beliefs.get(work)
+        return math.exp(belief.log) if belief else 1.0
+
+    @property
+    def mood(self) -> float:
+        """How much longer than its corrected cost a step takes of late."""
+        return math.exp(self._log_mood or 0.0)
+
+    def forget_last(self) -> None:
+        """The next step has no neighbour: something else ran in between."""
+        self._last = None
+
+    def observe(self, measured_ms: Mapping[Work, float], ms: float) -> None:
+        """Takes in one step.
+
+        Args:
+          measured_ms: the pieces of work it ran, and what the table says of each, not
+            corrected.
+          ms: how long it took.
+        """
+        expected = {work: t * self.factor(work) for work, t in measured_ms.items()}
+        total = sum(expected.values())
+        if not (ms > 0 and total > 0):
+            self._last = None
+            return
+        residual = math.log(ms / total)
+        shares = {work: t / total for work, t in expected.items()}
+        mood = residual if self._log_mood is None else self._log_mood
+        self._log_mood = mood + _MOOD_RATE * (residual - mood)
+        last, self._last = self._last, (residual, shares)
+        if last is None:
+            return
+        before, old_shares = last
+        tilt = {
+            work: shares.get(work, 0.0) - old_shares.get(work, 0.0)
+            for work in shares.keys() | old_shares.keys()
+        }
+        if max(map(abs, tilt.values())) > 0.05:
+            self._learn(residual - before, tilt)
+
+    def _learn(self, surprise: float, tilt: Mapping[Work, float]) -> None:
+        beliefs = {w: self._beliefs.setdefault(w, _Belief()) for w in tilt}
+        for belief in beliefs.values():
+            belief.variance += _DRIFT**2
+        spread = sum(h * h * beliefs[w].variance for w, h in tilt.items())
+        variance = spread + 2 * _STEP_SPREAD**2
+        bound = _ACCIDENT * math.sqrt(variance)
+        surprise = min(max(surprise, -bound), bound)
+        for work, h in sorted(tilt.items()):
+            belief = beliefs[work]
+            gain = belief.variance * h / variance
+            belief.log = min(max(belief.log + gain * surprise, -_MOST), _MOST)
+            belief.variance *= 1 - gain * h
+        self.version += 1

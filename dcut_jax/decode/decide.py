@@ -1,0 +1,236 @@
+"""Planning inside a step: what was learned, what to verify, and one read-back for both.
+
+Everything here is one executable: it takes in the outcome of the last planned step,
+turns confidences into chances, plans, and hands the host all that it has to know.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float32, Int32
+
+from dcut_jax.cut.calibration import (
+    Calibration,
+    Reliability,
+    calibrate,
+    identity,
+    learn,
+    no_reliability,
+    observe,
+)
+from dcut_jax.cut.numpy_plan import Objective
+from dcut_jax.cut.plan import Plan, plan
+from dcut_jax.cut.survival import log_survival
+from dcut_jax.decode.state import ACCEPTED, DecodeState
+from pallas_kernels import Backend
+
+
+@flax.struct.dataclass
+class Proposal:
+    """Drafts of every slot and their log-confidence."""
+
+    token_BK: Int32[Array, "B K"]
+    logp_BK: Float32[Array, "B K"]
+
+
+@flax.struct.dataclass
+class Memory:
+    """What planning carries from step to step.
+
+    Attributes:
+      calibration: of confidences, learned from outcomes.
+      raw, calibrated: how both kinds of survival compared with outcomes.
+      logp_BK, survival_BK: of the last plan: log-confidences as the drafter gave them,
+        and the log-survivals that the plan went by.
+      keep_B: what it kept; 0 once its outcome has been taken in.
+      waited_B: steps since a draft of the slot's request was verified.
+    """
+
+    calibration: Calibration
+    raw: Reliability
+    calibrated: Reliability
+    logp_BK: Float32[Array, "B K"]
+    survival_BK: Float32[Array, "B K"]
+    keep_B: Int32[Array, "B"]
+    waited_B: Int32[Array, "B"]
+
+
+def init_memory(slots: int, drafts: int) -> Memory:
+    """Nothing planned yet."""
+    return Memory(
+        calibration=identity(drafts),
+        raw=no_reliability(),
+        calibrated=no_reliability(),
+        logp_BK=jnp.zeros((slots, drafts), jnp.float32),
+        survival_BK=jnp.zeros((slots, drafts), jnp.float32),
+        keep_B=jnp.zeros(slots, jnp.int32),
+        waited_B=jnp.zeros(slots, jnp.int32),
+    )
+
+
+def without_plan(memory: Memory) -> Memory:
+    """The same after the slots were emptied: no outcome of a plan is to come."""
+    zero_B: Any = np.zeros(memory.keep_B.shape, np.int32)
+    return replace(memory, keep_B=zero_B, waited_B=zero_B)
+
+
+@dataclass(frozen=True)
+class PlanKey:
+    """What a planner is compiled for.
+
+    Attributes:
+      rows_R: tiers; `widths`: the drafting widths.
+      objective, ratios, backend: see `cut.plan.plan`.
+      calibrated: whether chances are learned; if not, confidences stand for them.
+      patience: steps after which a draft of a request is verified whatever it is worth;
+        None: never.
+    """
+
+    rows_R: tuple[int, ...]
+    widths: tuple[int, ...]
+    objective: Objective
+    ratios: tuple[float, ...] | None
+    backend: Backend
+    calibrated: bool
+    patience: int | None
+
+
+@flax.struct.dataclass
+class Situation:
+    """What the host tells a plan, in NumPy arrays and numbers.
+
+    Attributes:
+      cost_ms_MR: step times by drafting width and tier, float32.
+      width_index: which of the widths was drafted, int32.
+      weight_B: see `cut.plan.plan`, float32.
+      elapsed: steps since the last plan, int32.
+      all_verified: whether one of them verified all its drafts, bool.
+    """
+
+    cost_ms_MR: Any
+    width_index: Any
+    weight_B: Any
+    elapsed: Any
+    all_verified: Any
+
+
+def decide(
+    proposal: Proposal,
+    state: DecodeState,
+    memory: Memory,
+    situation: Situation,
+    planned_BX: Int32[Array, "B X"],
+    previous_BX: Int32[Array, "B X"],
+    *,
+    key: PlanKey,
+) -> tuple[Int32[Array, "B"], Memory, Int32[Array, "N X"]]:
+    """Plans the step; returns what to keep, and all that the host reads, in one array.
+
+    The same is worked out for every narrower width, as far as its gains: the host
+    learns what those would have been worth.
+
+    Args:
+      planned_BX: outcome of the last planned step, in its wire form.
+      previous_BX: outcome of the last step of any kind.
+
+    Returns:
+      Drafts to verify, the memory, and `previous_BX` with rows below it that
+      `read_decision` reads.
+    """
+    memory = take_in(memory, planned_BX[:, ACCEPTED], key)
+    logp_BK = calibrate(memory.calibration, proposal.logp_BK)
+    survival_BK = log_survival(logp_BK)
+    # An empty slot leaves a row empty: layouts hold `rows - slots` drafts, no more.
+    empty = jnp.sum(~state.active_B, dtype=jnp.int32)
+    rows_R = jnp.asarray(key.rows_R, jnp.int32) - empty
+    slot_K = jnp.arange(logp_BK.shape[1])[None]
+
+    def plan_for(
+        survival_BK: Array, cost_ms_R: Array, due_B: Array | None = None
+    ) -> Plan:
+        return plan(
+            survival_BK,
+            state.active_B,
+            rows_R,
+            cost_ms_R,
+            weight_B=situation.weight_B,
+            due_B=due_B,
+            objective=key.objective,
+            ratios=key.ratios,
+            backend=key.backend,
+        )
+
+    gain_MR = []
+    for m, width in enumerate(key.widths):
+        cut_BK = jnp.where(slot_K < width, survival_BK, jnp.nan)
+        gain_R = plan_for(cut_BK, situation.cost_ms_MR[m]).gain_R
+        gain_MR.append(jnp.where(m <= situation.width_index, gain_R, jnp.nan))
+
+    before_B = jnp.where(situation.all_verified, 0, memory.waited_B)
+    waited_B = jnp.where(state.active_B, before_B + situation.elapsed, 0)
+    due_B = None if key.patience is None else waited_B >= key.patience
+    chosen = plan_for(survival_BK, situation.cost_ms_MR[situation.width_index], due_B)
+    memory = replace(
+        memory,
+        logp_BK=proposal.logp_BK,
+        survival_BK=survival_BK,
+        keep_B=chosen.keep_B,
+        waited_B=jnp.where(chosen.keep_B > 0, 0, waited_B),
+    )
+    floats = jnp.stack([chosen.gain, *jnp.concatenate(gain_MR)])
+    told = [
+        jnp.stack([chosen.tier, chosen.budget]),
+        lax.bitcast_convert_type(floats, jnp.int32),
+    ]
+    return chosen.keep_B, memory, below(previous_BX, jnp.concatenate(told))
+
+
+def take_in(memory: Memory, accepted_B: Int32[Array, "B"], key: PlanKey) -> Memory:
+    """Learns from the outcome of the last plan; without one, nothing."""
+    keep_B = memory.keep_B
+    raw_BK = jnp.exp(log_survival(memory.logp_BK))
+    calibrated_BK = jnp.exp(memory.survival_BK)
+    return replace(
+        memory,
+        calibration=learn(memory.calibration, memory.logp_BK, keep_B, accepted_B)
+        if key.calibrated
+        else memory.calibration,
+        raw=observe(memory.raw, raw_BK, keep_B, accepted_B),
+        calibrated=observe(memory.calibrated, calibrated_BK, keep_B, accepted_B),
+    )
+
+
+def below(
+    wire_BX: Int32[Array, "B X"], told_U: Int32[Array, "U"]
+) -> Int32[Array, "N X"]:
+    """Adds as many rows as `told_U` needs."""
+    columns = wire_BX.shape[1]
+    rows = -(-told_U.shape[0] // columns)
+    padded = jnp.pad(told_U, (0, rows * columns - told_U.shape[0]))
+    return jnp.concatenate([wire_BX, padded.reshape(rows, columns)])
+
+
+class Decision(NamedTuple):
+    """The host's view of a plan."""
+
+    tier: int
+    kept: int
+    gain: float  # drafts expected to be accepted
+    gain_MR: np.ndarray  # by drafting width and tier, weighted; NaN where not drafted
+
+
+def read_decision(rows_NX: np.ndarray, key: PlanKey) -> Decision:
+    """The rows that `decide` puts below the outcome."""
+    told_U = rows_NX.ravel()
+    shape = len(key.widths), len(key.rows_R)
+    gain, *gains = told_U[2 : 3 + shape[0] * shape[1]].view(np.float32)
+    return Decision(
+        tier=int(told_U[0]),
+        kept=int(told_U[1]),
+        gain=float(gain),
+        gain_MR=np.array(gains, float).reshape(shape),
+    )

@@ -1,0 +1,196 @@
+"""The host's side of D-Cut: what earlier steps taught, and what the next is to be."""
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from dcut_jax.cost.online import Correction, Work
+from dcut_jax.cut.calibration import Calibration, Reliability
+from dcut_jax.cut.width import Choice, StepCosts
+from dcut_jax.decode.compile import Executable
+from dcut_jax.decode.decide import (
+    Decision,
+    Proposal,
+    Situation,
+    init_memory,
+    read_decision,
+    without_plan,
+)
+from dcut_jax.decode.pack import Layout
+from dcut_jax.decode.state import DecodeState
+from dcut_jax.decode.steps import StepShapes
+from dcut_jax.engine.policy import PLAN_WORK, DCutPolicy, draft_work, verify_work
+from dcut_jax.models.cache import CHUNK
+
+
+class Steering:
+    """Chooses the steps of one engine under one policy.
+
+    What it learns, of confidences, costs and widths, outlives the requests.
+    """
+
+    def __init__(self, policy: DCutPolicy, shapes: StepShapes) -> None:
+        self.policy = policy
+        self.shapes = shapes
+        self.key = policy.plan_key(shapes)
+        self.chooser = policy.chooser(shapes)
+        self.correction = Correction()
+        self._memory = init_memory(shapes.slots, shapes.width - 1)
+        self._measured: dict[int, dict[Work, float]] = {}
+        self._costs: tuple[Any, StepCosts] | None = None
+        self._plan_costs(context=0, cap_ms=np.inf)  # raises for one that is missing
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets the steps that are under way, and nothing else."""
+        shapes = self.shapes
+        self._memory = without_plan(self._memory)
+        self._planned_wire = np.zeros((shapes.slots, shapes.wire_columns), np.int32)
+        self._elapsed = 0
+        self._all_verified = False
+        self.interrupt()
+
+    # -- what a step is to be ------------------------------------------------------
+
+    def choose(self, context: int, cap_ms: float) -> Choice:
+        """The coming step.
+
+        Args:
+          context: cached positions of the longest running request.
+          cap_ms: what a step may take; infinite if anything.
+        """
+        self._elapsed += 1
+        choice = self.chooser.next(self._plan_costs(context, cap_ms))
+        if choice.width > 0 and not choice.planned:
+            self._elapsed, self._all_verified = 0, True
+        return choice
+
+    def _plan_costs(self, context: int, cap_ms: float) -> StepCosts:
+        """Step costs as they are now; the same object while they are the same."""
+        chunk = context // CHUNK
+        if chunk not in self._measured:
+            end = (chunk + 1) * CHUNK  # attention reads whole chunks
+            self._measured[chunk] = self.policy.measured(self.shapes, end)
+        correction = self.correction
+        if np.isfinite(cap_ms):
+            cap_ms = round(cap_ms / correction.mood, 2)
+        key = (chunk, correction.version, cap_ms)
+        if self._costs is None or self._costs[0] != key:
+            now = {
+                w: t * correction.factor(w) for w, t in self._measured[chunk].items()
+            }
+            costs = self.policy.costs(self.shapes, now)
+            self._costs = key, costs.within(cap_ms)
+        return self._costs[1]
+
+    def decide(
+        self,
+        run: Executable,
+        proposal: Proposal,
+        state: DecodeState,
+        width: int,
+        weight_B: np.ndarray,
+        wire: Any,
+    ) -> tuple[Any, np.ndarray]:
+        """Plans on the device: what to keep, and the one read of the step."""
+        assert self._costs is not None, "choose() comes first"
+        situation = Situation(
+            cost_ms_MR=self._costs[1].planned_MR.astype(np.float32),
+            width_index=np.int32(self.key.widths.index(width)),
+            weight_B=weight_B,
+            elapsed=np.int32(self._elapsed),
+            all_verified=np.bool_(self._all_verified),
+        )
+        self._dispatch(PLAN_WORK)
+        keep_B, self._memory, bundle = run(
+            proposal, state, self._memory, situation, self._planned_wire, wire
+        )
+        self._elapsed, self._all_verified = 0, False
+        return keep_B, np.asarray(bundle)
+
+    def read(self, rows_NX: np.ndarray, worth: float) -> Decision:
+        """The plan that the host has read; `worth`: the weights of its requests."""
+        decision = read_decision(rows_NX, self.key)
+        self.chooser.look(anchors=worth, gain_MR=decision.gain_MR)
+        return decision
+
+    def layout(self, width: int, decision: Decision) -> Layout:
+        """The executable that a plan asks for."""
+        rows = self.key.rows_R[decision.tier]
+        return self.policy.layout(self.shapes, width, rows)
+
+    # -- what came of it ----------------------------------------------------------
+
+    def planned(self, wire: Any) -> None:
+        """The outcome of a planned step, on the device, for the next plan to learn."""
+        self._planned_wire = wire
+
+    def forget_plan(self) -> None:
+        """Nothing is learned from the plan just made: a request in it is gone."""
+        nothing_B: Any = np.zeros(self.shapes.slots, np.int32)
+        self._memory = replace(self._memory, keep_B=nothing_B)
+
+    def outcome(
+        self, choice: Choice, active: int, decision: Decision | None, accepted: int
+    ) -> None:
+        """Takes in a finished step that drafted."""
+        self.chooser.outcome(
+            choice,
+            anchors=active,
+            predicted=decision.gain if decision else None,
+            accepted=accepted,
+        )
+
+    # -- how long it took -----------------------------------------------------------
+
+    def interrupt(self) -> None:
+        """Something that is no step runs; the time up to the next read says nothing."""
+        self._work: list[Work] | None = None
+
+    def drafts(self, width: int) -> None:
+        """Drafting is dispatched."""
+        self._dispatch(draft_work(width))
+
+    def verifies(self, lay: Layout) -> None:
+        """Verification is dispatched."""
+        self._dispatch(verify_work(lay))
+
+    def _dispatch(self, work: Work) -> None:
+        if self._work is None:
+            return
+        if not self._work:
+            self._since = time.perf_counter()
+        self._work.append(work)
+
+    def has_read(self, context: int) -> None:
+        """All that was dispatched is done, up to a commit."""
+        work, self._work = self._work, []
+        if not self.policy.correct:
+            return
+        measured = self._measured.get(context // CHUNK)
+        if not work or measured is None:
+            self.correction.forget_last()
+            return
+        ms = (time.perf_counter() - self._since) * 1e3
+        self.correction.observe({w: measured[w] for w in work}, ms)
+
+    # -- reports ------------------------------------------------------------------
+
+    @property
+    def calibration(self) -> Calibration:
+        """What was learned of the drafter's confidences, on the host."""
+        return jax.device_get(self._memory.calibration)
+
+    def reliability(self) -> tuple[Reliability, Reliability]:
+        """How raw and calibrated survivals compared with outcomes, on the host.
+
+        Counted since the last call.
+        """
+        memory = self._memory
+        raw, calibrated = jax.device_get((memory.raw, memory.calibrated))
+        nothing = jax.tree.map(np.zeros_like, raw)
+        self._memory = replace(memory, raw=nothing, calibrated=nothing)
+        return raw, calibrated

@@ -1,0 +1,303 @@
+"""What D-Cut learns while it decodes, and what requests may ask of it."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dcut_jax.cut.width import Choice
+from dcut_jax.decode.compile import Compiler
+from dcut_jax.engine.engine import Engine, EngineConfig
+from dcut_jax.engine.policy import (
+    DCutPolicy,
+    draft_work,
+    unmeasured,
+    verify_work,
+)
+from dcut_jax.engine.requests import Request
+
+SLOTS = 4
+CONFIG = EngineConfig(SLOTS, 200)
+# Texts of the tiny pair: it has learned sequences that count up, and no others.
+EASY = [tuple(range(a, a + 4)) for a in (55, 8, 36)]
+HARD = (3, 91, 17, 64, 2)
+
+
+@pytest.fixture
+def build(pair, compiler, invented_table):
+    """An engine whose policy has invented costs."""
+
+    def make(verify_ms, draft_ms=lambda width: 1e-3, config=CONFIG, **choice):
+        policy = replace(unmeasured(), **({"correct": False} | choice))
+        shapes = config.shapes(pair)
+        table = invented_table(policy, shapes, verify_ms, draft_ms=draft_ms)
+        policy = replace(policy, table=table)
+        used = compiler if config == CONFIG else Compiler(pair, "float32")
+        return Engine(pair, config, policy, compiler=used)
+
+    return make
+
+
+def wide_is_free(lay):
+    return 10.0 + 1e-3 * lay.rows
+
+
+def rows_are_dear(lay):
+    return float(lay.rows)
+
+
+class TestCalibration:
+    def test_every_label_is_learned_once(self, build):
+        engine = build(wide_is_free, plain=False, bypass=False)
+        engine.generate([Request(p, 40) for p in (*EASY, HARD)])
+        assert all(r.decision is not None for r in engine.records)
+        labels = engine.steering.calibration.own.labels
+        assert labels.shape == (engine.shapes.width - 1,)
+        assert engine.steering.calibration.pooled.labels > 0
+        raw, calibrated = engine.steering.reliability()
+        kept = sum(r.kept for r in engine.records)
+        assert raw.count_X.sum() == calibrated.count_X.sum() == kept
+        assert raw.survived_X.sum() == sum(r.accepted for r in engine.records)
+
+    def test_reliability_is_counted_since_the_last_report(self, build):
+        engine = build(wide_is_free, plain=False, bypass=False)
+        engine.generate([Request(p, 20) for p in EASY])
+        assert engine.steering.reliability()[0].count_X.sum() > 0
+        assert engine.steering.reliability()[0].count_X.sum() == 0
+
+    def test_an_outcome_is_learned_though_other_steps_came_between(self, build):
+        # Only probes draft: between two plans there are many plain steps.
+        engine = build(rows_are_dear, probe_every=8, probe_share=1.0)
+        engine.generate([Request(p, 120) for p in (*EASY, HARD)])
+        planned = [r for r in engine.records if r.decision is not None]
+        assert len(planned) < len(engine.records) / 2
+        raw, _ = engine.steering.reliability()
+        kept = sum(r.kept for r in planned)
+        assert kept - planned[-1].kept <= raw.count_X.sum() <= kept
+        assert raw.survived_X.sum() <= sum(r.accepted for r in planned)
+
+    def test_without_it_confidences_stand_for_themselves(self, build):
+        engine = build(wide_is_free, plain=False, bypass=False, calibrate=False)
+        engine.generate([Request(p, 30) for p in EASY])
+        assert engine.steering.calibration.pooled.labels == 0
+        raw, calibrated = engine.steering.reliability()
+        np.testing.assert_array_equal(raw.count_X, calibrated.count_X)
+
+    def test_what_was_learned_outlives_the_requests(self, build):
+        engine = build(wide_is_free, plain=False, bypass=False)
+        engine.generate([Request(p, 30) for p in EASY])
+        before = engine.steering.calibration.pooled.labels
+        engine.generate([Request(p, 5) for p in EASY])
+        assert engine.steering.calibration.pooled.labels > 0.5 * before
+
+
+def keeps(engine, monkeypatch):
+    """Drafts kept in each slot, plan by plan."""
+    kept = []
+    decide = engine.steering.decide
+
+    def note(*args):
+        keep_B, host = decide(*args)
+        kept.append(np.asarray(keep_B))
+        return keep_B, host
+
+    monkeypatch.setattr(engine.steering, "decide", note)
+    return kept
+
+
+class TestPatience:
+    @pytest.mark.parametrize("patience", [3, 7])
+    def test_no_request_waits_longer(self, build, monkeypatch, patience):
+        # Two more rows are nearly free, a third is not: the hard text gets none.
+        engine = build(
+            lambda lay: 10.0 if lay.rows <= 6 else 1e4,
+            plain=False,
+            bypass=False,
+            patience=patience,
+        )
+        kept = keeps(engine, monkeypatch)
+        engine.generate([Request(p, 40) for p in (*EASY, HARD)])
+        gaps, waited = [], 0
+        for keep_B in kept[:20]:
+            waited = 0 if keep_B[3] else waited + 1
+            gaps.append(waited)
+        assert max(gaps) <= patience - 1
+
+    def test_without_it_a_hard_text_goes_without(self, build, monkeypatch):
+        engine = build(
+            lambda lay: 10.0 if lay.rows <= 6 else 1e4,
+            plain=False,
+            bypass=False,
+            patience=None,
+        )
+        kept = keeps(engine, monkeypatch)
+        engine.generate([Request(p, 40) for p in (*EASY, HARD)])
+        at = [-1, *np.flatnonzero([k[3] for k in kept[:20]]), 20]
+        assert np.diff(at).max() > 7
+
+
+class TestWeights:
+    def rates(self, build, monkeypatch, requests, **choice):
+        """Drafts kept for the last request in the first steps, of all kept."""
+        engine = build(
+            lambda lay: 10.0 if lay.rows <= 6 else 1e4,
+            plain=False,
+            bypass=False,
+            patience=None,
+            **choice,
+        )
+        kept = keeps(engine, monkeypatch)
+        engine.generate(requests)
+        some = np.array(kept[:25])
+        return some[:, 3].sum() / some.sum()
+
+    def test_a_request_of_high_priority_is_served_first(self, build, monkeypatch):
+        requests = [Request(p, 60) for p in (*EASY, EASY[0])]
+        before = self.rates(build, monkeypatch, requests)
+        requests[3] = replace(requests[3], priority=10.0)
+        assert self.rates(build, monkeypatch, requests) > 2 * before
+
+    def test_equal_priorities_change_nothing(self, build, monkeypatch):
+        requests = [Request(p, 60) for p in (*EASY, HARD)]
+        same = [replace(r, priority=7.0) for r in requests]
+        a, b = (self.rates(build, monkeypatch, some) for some in (requests, same))
+        assert a == b
+
+    def test_proportional_fairness_gives_the_slow_more(self, build, monkeypatch):
+        requests = [Request(p, 60) for p in (*EASY, HARD)]
+        equal = self.rates(build, monkeypatch, requests)
+        fair = self.rates(build, monkeypatch, requests, fairness="proportional")
+        assert fair > equal
+
+
+class TestDeadline:
+    def test_no_step_is_longer_than_the_tightest_wish(self, build):
+        def verify_ms(lay):
+            return 8.0 + 0.001 * lay.rows
+
+        requests = [Request(p, 40) for p in (*EASY, EASY[0])]
+        free = build(verify_ms)
+        free.generate(requests)
+        assert max(r.rows for r in free.records) > 16
+        requests[1] = replace(requests[1], tpot_ms=8.02)
+        tight = build(verify_ms)
+        tight.generate(requests)
+        assert max(r.rows for r in tight.records) <= 16
+
+    def test_a_wish_that_no_step_can_meet_gets_the_shortest(self, build):
+        engine = build(wide_is_free)
+        engine.generate([Request(p, 20, tpot_ms=1.0) for p in EASY])
+        assert {r.rows for r in engine.records} == {SLOTS}
+
+
+class TestCorrection:
+    def test_a_wrong_table_heals(self, build):
+        # By the table a wide step takes as long as a thousand plain ones.
+        engine = build(
+            lambda lay: 1e3 if lay.rows > SLOTS else 1.0,
+            correct=True,
+            probe_every=2,
+            probe_share=1.0,
+        )
+        engine.generate([Request(p, 100) for p in (*EASY, HARD)] * 3)
+        shapes, policy = engine.shapes, engine.policy
+        factor = engine.steering.correction.factor
+        wide = policy.layout(shapes, 3, 4 * SLOTS)
+        plain = policy.layout(shapes, 3, SLOTS)
+        assert engine.steering.correction.version > 0
+        assert factor(verify_work(wide)) < 0.8 * factor(verify_work(plain))
+
+    def test_steps_around_a_prefill_are_left_out(self, build):
+        engine = build(wide_is_free, correct=True)
+        seen = []
+        observe = engine.steering.correction.observe
+
+        def note(measured_ms, ms):
+            seen.append(dict(measured_ms))
+            observe(measured_ms, ms)
+
+        engine.steering.correction.observe = note
+        for prompt in EASY:
+            engine.admit(engine.prefill(Request(prompt, 60)))
+        engine.step()
+        engine.step()
+        assert not seen or seen[0].keys() >= {verify_work(engine_layout(engine))}
+        engine.prefill(Request(HARD, 5))
+        before = len(seen)
+        engine.step()
+        assert len(seen) == before
+        engine.step()
+        assert len(seen) == before + 1
+
+    def test_a_cost_counts_all_that_was_dispatched(self, build):
+        engine = build(wide_is_free, correct=True, plain=False, bypass=False)
+        seen = []
+        engine.steering.correction.observe = lambda work, ms: seen.append(dict(work))
+        for prompt in EASY:
+            engine.admit(engine.prefill(Request(prompt, 60)))
+        for _ in range(6):
+            engine.step()
+        kinds = [sorted(kind for kind, _, _ in work) for work in seen]
+        assert kinds[-1] == ["draft", "plan", "verify"]
+        last = engine.records[-1]
+        assert draft_work(last.width) in seen[-1]
+
+
+def engine_layout(engine):
+    record = engine.records[-1]
+    return engine.policy.layout(engine.shapes, record.width, record.rows)
+
+
+class TestBypass:
+    def test_where_all_drafts_pay_no_plan_is_made(self, build):
+        engine = build(lambda lay: 10.0, plain=True, probe_every=10)
+        requests = [Request(p, 150) for p in (*EASY, EASY[1])]
+        engine.generate(requests)
+        later = engine.records[3:]
+        assert sum(r.decision is None and r.width > 0 for r in later) > len(later) / 2
+        assert any(r.decision is not None for r in later)  # looks, now and then
+
+    def test_a_published_policy_plans_every_step(self, pair, build, invented_table):
+        shapes = CONFIG.shapes(pair)
+        policy = DCutPolicy.published(unmeasured().table)
+        table = invented_table(policy, shapes, wide_is_free)
+        engine = Engine(
+            pair,
+            CONFIG,
+            replace(policy, table=table),
+            compiler=Compiler(pair, "float32"),
+        )
+        engine.generate([Request(p, 30) for p in EASY])
+        assert all(r.decision is not None for r in engine.records)
+        assert engine.steering.chooser.next(engine.steering._costs[1]) == Choice(
+            shapes.width - 1, planned=True
+        )
+
+
+def halting_after(count):
+    """A halt after so many tokens, whichever."""
+
+    def make():
+        left = iter(range(count - 1, -1, -1))
+        return lambda token: next(left) == 0
+
+    return make
+
+
+@pytest.mark.parametrize("requests", [1, 4])
+def test_a_plan_whose_request_was_halted_teaches_nothing(build, requests):
+    engine = build(wide_is_free, plain=False, bypass=False)
+    texts = (EASY * 4)[:requests]
+    for _ in range(3):  # one after another, without a reset in between
+        running = [
+            engine.admit(engine.prefill(Request(p, 60, halt=halting_after(9 + i))))
+            for i, p in enumerate(texts)
+        ]
+        while engine.running:
+            engine.step()
+        assert {c.finish for c in running} == {"stop"}
+    engine.step()
+    raw, calibrated = engine.steering.reliability()
+    taught = [r for r in engine.records if r.teaches]
+    assert raw.count_X.sum() == calibrated.count_X.sum() == sum(r.kept for r in taught)
+    assert raw.survived_X.sum() == sum(r.accepted for r in taught)
