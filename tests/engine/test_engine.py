@@ -124,7 +124,7 @@ CHOICES = {
     3: {"factors": (2.0, 4.0), "widths": (7,)},
     4: {},
 }
-TIERS = {1: (1, 2, 4, 8), 3: (3, 6, 12, 24), 4: (4, 6, 8, 12, 16, 32)}
+TIERS = {1: (1, 2, 4, 8), 3: (3, 6, 12, 24), 4: (4, 8, 12, 16, 24, 32)}
 
 
 def dcut(shapes, invented_table, verify_ms, draft_ms=lambda width: 1e-3, **choice):
@@ -757,7 +757,7 @@ class TestSampling:
         policy = dcut(shapes_of(3), invented_table, realistic, probe_every=2)
         engine = make(replace(policy, probe_share=1.0), 3)
         assert texts(engine.generate(asked[::-1])) == plain[::-1]
-        assert len({(r.width, r.rows) for r in engine.records}) > 3
+        assert len({(r.width, r.rows) for r in engine.records}) >= 3
 
     @pytest.mark.parametrize("settings", [{"min_p": 1.0}, {"top_k": 1}], ids=str)
     def test_settings_that_leave_one_token_are_greedy(

@@ -116,11 +116,11 @@ def test_default_widths_go_as_far_as_the_block():
 
 def test_default_tiers():
     policy, shapes = unmeasured(), shapes_of(4, 16)
-    assert policy.tiers(shapes) == (4, 6, 8, 12, 16, 32, 48, 64)
+    assert policy.tiers(shapes) == (4, 8, 12, 16, 24, 32, 48, 64)
     # The anchors alone, and from a quarter of the block to all of it.
-    assert policy.offered(shapes, 3) == (4, 6, 8, 12, 16)
-    assert policy.offered(shapes, 7) == (4, 8, 12, 16, 32)
-    assert policy.offered(shapes, 15) == (4, 16, 32, 48, 64)
+    assert policy.offered(shapes, 3) == (4, 8, 12, 16)
+    assert policy.offered(shapes, 7) == (4, 8, 12, 16, 24, 32)
+    assert policy.offered(shapes, 15) == (4, 16, 24, 32, 48, 64)
 
 
 def test_ratios_leave_no_choice_of_widths_or_tiers():

@@ -111,6 +111,7 @@ class TestPatience:
         # Two more rows are nearly free, a third is not: the hard text gets none.
         engine = build(
             lambda lay: 10.0 if lay.rows <= 6 else 1e4,
+            factors=(1.0, 1.5, 4.0),
             plain=False,
             bypass=False,
             patience=patience,
@@ -126,6 +127,7 @@ class TestPatience:
     def test_without_it_a_hard_text_goes_without(self, build, monkeypatch):
         engine = build(
             lambda lay: 10.0 if lay.rows <= 6 else 1e4,
+            factors=(1.0, 1.5, 4.0),
             plain=False,
             bypass=False,
             patience=None,
@@ -141,6 +143,7 @@ class TestWeights:
         """Drafts kept for the last request in the first steps, of all kept."""
         engine = build(
             lambda lay: 10.0 if lay.rows <= 6 else 1e4,
+            factors=(1.0, 1.5, 4.0),
             plain=False,
             bypass=False,
             patience=None,
