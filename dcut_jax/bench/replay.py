@@ -36,6 +36,7 @@ from dcut_jax.cost.online import Work
 from dcut_jax.cost.table import CostTable
 from dcut_jax.cut.fairness import jain_index
 from dcut_jax.cut.width import PLAIN, Choice, StepCosts
+from dcut_jax.decode.defer import CATCH_UPS
 from dcut_jax.decode.steps import StepShapes, anchors_only
 from dcut_jax.engine.policy import (
     PLAN_WORK,
@@ -43,6 +44,7 @@ from dcut_jax.engine.policy import (
     DCutPolicy,
     FixedPolicy,
     Policy,
+    catch_up_work,
     draft_work,
     verify_work,
 )
@@ -162,10 +164,14 @@ def prepare(arm: Arm, times: StepTimes) -> tuple[Setup, Chooser]:
 def work_ms(
     policy: DCutPolicy, shapes: StepShapes, times: StepTimes
 ) -> dict[Work, float]:
-    """Times of all work that a policy's steps are made of. Planning is free."""
+    """Times of all work that a policy's steps are made of.
+
+    Planning is free, and so is the drafter's context of plain steps.
+    """
     layouts = [anchors_only(shapes), *policy.layouts(shapes)]
     return {
         PLAN_WORK: 0.0,
+        **{catch_up_work(steps): 0.0 for steps in CATCH_UPS},
         **{draft_work(w): times.draft_ms(w) for w in policy.ladder(shapes)},
         **{verify_work(lay): times.verify_ms(lay.rows) for lay in layouts},
     }

@@ -63,6 +63,8 @@ class Fingerprint:
         return [f"{name}: {a!r}, here {b!r}" for name, a, b in pairs if a != b]
 
 
+# The kinds of cells, and how many numbers name one.
+KEY_PARTS = {"draft": 3, "verify": 4, "plan": 1, "catch_up": 2}
 Samples = Mapping[tuple[int, ...], tuple[float, ...]]
 
 
@@ -75,15 +77,18 @@ class CostTable:
       verify: by (slots, rows, widest request, context): the target's pass, acceptance
         and the commit of caches.
       plan: by (slots,): planning, packing and the read-back that AR does without.
+      catch_up: by (slots, steps): projecting the drafter's context of so many plain
+        steps.
     """
 
     fingerprint: Fingerprint
     draft: Samples
     verify: Samples
     plan: Samples
+    catch_up: Samples
 
     def __post_init__(self) -> None:
-        for name, parts in (("draft", 3), ("verify", 4), ("plan", 1)):
+        for name, parts in KEY_PARTS.items():
             for key, samples in getattr(self, name).items():
                 if len(key) != parts or not all(isinstance(k, int) for k in key):
                     raise CostError(
@@ -102,7 +107,7 @@ class CostTable:
         nowhere = Fingerprint(
             "", 0, "", (), "", "", "", "", "", "", 0, False, False, "", ""
         )
-        return cls(nowhere, {}, {}, {})
+        return cls(nowhere, {}, {}, {}, {})
 
     def require(self, here: Fingerprint) -> "CostTable":
         """Returns the table; raises CostError where it was not measured here."""
@@ -151,6 +156,15 @@ class CostTable:
             raise CostError(f"no plan time for {slots} slots; {HOW_TO_MEASURE}")
         return float(np.median(samples))
 
+    def catch_up_ms(self, slots: int, steps: int) -> float:
+        """Time of projecting the drafter's context of `steps` plain steps."""
+        samples = self.catch_up.get((slots, steps))
+        if samples is None:
+            raise CostError(
+                f"no catch-up time for {steps} steps of {slots} slots; {HOW_TO_MEASURE}"
+            )
+        return float(np.median(samples))
+
     def merged(self, other: "CostTable") -> "CostTable":
         """Both tables' cells; `other` wins where both have one."""
         other.require(self.fingerprint)
@@ -159,6 +173,7 @@ class CostTable:
             {**self.draft, **other.draft},
             {**self.verify, **other.verify},
             {**self.plan, **other.plan},
+            {**self.catch_up, **other.catch_up},
         )
 
     def save(self, path: Path) -> None:
@@ -170,7 +185,7 @@ class CostTable:
                 name: [
                     [list(k), list(v)] for k, v in sorted(getattr(self, name).items())
                 ]
-                for name in ("draft", "verify", "plan")
+                for name in KEY_PARTS
             },
         }
         write_text(path, json.dumps(data))
@@ -192,8 +207,7 @@ class CostTable:
             print_ = dict(data["fingerprint"])
             print_["mesh"] = tuple((str(a), int(n)) for a, n in print_["mesh"])
             tables = {
-                name: {tuple(k): tuple(v) for k, v in data[name]}
-                for name in ("draft", "verify", "plan")
+                name: {tuple(k): tuple(v) for k, v in data[name]} for name in KEY_PARTS
             }
             return cls(Fingerprint(**print_), **tables)
         except CostError:

@@ -102,10 +102,14 @@ class Compiler:
             lambda: init_state(shapes.slots, shapes.stops, shapes.sampling)
         )
 
-    def _caches(self, shapes: S.StepShapes) -> S.Caches:
+    def _caches(self, shapes: S.StepShapes, *, decodes: bool = True) -> S.Caches:
         return jax.eval_shape(
             lambda: S.init_caches(
-                self.models, shapes.slots, shapes.positions, self.cache_dtype
+                self.models,
+                shapes.slots,
+                shapes.positions,
+                self.cache_dtype,
+                decodes=decodes,
             )
         )
 
@@ -166,17 +170,35 @@ class Compiler:
                 return _floats(cfg.layers, rows, cfg.kv_heads, cfg.head_dim)
 
             target, cfg = kv_rows(self.models.target), self.models.drafter
-            other = kv_rows(cfg) if cfg else None
+            other, tap = kv_rows(cfg) if cfg else None, None
+            if cfg and rows == shapes.slots:  # the anchors alone: see steps.defers
+                other, tap = None, _floats(rows, self.models.tap_columns)
             place = _ints(rows), _ints(rows), _shape((rows,), jnp.bool_)
-            fresh = S.Fresh(target, target, other, other, *place)
+            fresh = S.Fresh(target, target, other, other, tap, *place)
             return _Step(S.commit, (self._caches(shapes), fresh), donated=0)
 
         return self._get(("commit", shapes, rows), build)
 
+    def catch_up(self, shapes: S.StepShapes, steps: int) -> Executable:
+        """`(params, caches) -> caches`, see `steps.catch_up`; they are donated."""
+
+        def build() -> _Step:
+            fn = partial(S.catch_up, models=self.models, steps=steps)
+            return _Step(fn, (self._params, self._caches(shapes)), donated=1)
+
+        return self._get(("catch_up", shapes, steps), build)
+
     def empty(self, shapes: S.StepShapes) -> Executable:
         """`() -> one-slot caches`, for a prompt."""
         one = replace(shapes, slots=1)
-        fn = partial(S.init_caches, self.models, 1, shapes.positions, self.cache_dtype)
+        fn = partial(
+            S.init_caches,
+            self.models,
+            1,
+            shapes.positions,
+            self.cache_dtype,
+            decodes=False,
+        )
         return self._get(("empty", one), lambda: _Step(fn, ()))
 
     def prefill(self, shapes: S.StepShapes, chunk: int) -> Executable:
@@ -186,7 +208,8 @@ class Compiler:
         def build() -> _Step:
             numbers = (_ints(chunk), _ints(), _ints())
             sampling = self._state(one).sampling
-            args = (self._params, self._caches(one), *numbers, sampling)
+            caches = self._caches(one, decodes=False)
+            args = (self._params, caches, *numbers, sampling)
             fn = partial(S.prefill, models=self.models, logprobs=shapes.logprobs)
             return _Step(fn, args, donated=1)
 
@@ -198,7 +221,7 @@ class Compiler:
         def build() -> _Step:
             state, one = self._state(shapes), replace(shapes, slots=1)
             numbers = (*[_ints()] * 4, _ints(state.stop_BZ.shape[1]))
-            caches = self._caches(shapes), self._caches(one)
+            caches = self._caches(shapes), self._caches(one, decodes=False)
             args = (state, *caches, *numbers, self._state(one).sampling)
             return _Step(S.insert, args, donated=1)
 

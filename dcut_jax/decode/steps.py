@@ -15,6 +15,7 @@ from dcut_jax.config import DrafterConfig, ModelConfig
 from dcut_jax.cut.confidence import top1
 from dcut_jax.decode.accept import accept
 from dcut_jax.decode.decide import Proposal
+from dcut_jax.decode.defer import Deferred, emptied, nothing_deferred, put_off
 from dcut_jax.decode.pack import Layout, Packed, layout, pack, unpack
 from dcut_jax.decode.sample import Sampling, log_probability, next_token
 from dcut_jax.decode.state import COUNTS, DecodeState, Outcome, to_wire
@@ -39,38 +40,56 @@ class Models:
     def taps(self) -> tuple[int, ...]:
         return self.drafter.target_layers if self.drafter else ()
 
+    @property
+    def tap_columns(self) -> int:
+        """Width of a row's tapped hidden states, side by side."""
+        return len(self.taps) * self.target.embed
+
 
 @flax.struct.dataclass
 class Caches:
-    """Key/value caches under the same slots; `drafter` is None without one."""
+    """Key/value caches under the same slots; `drafter` is None without one.
+
+    `deferred` is there where slots decode, not for a prompt on its own.
+    """
 
     target: KvCache
     drafter: KvCache | None
+    deferred: Deferred | None = None
 
 
 @flax.struct.dataclass
 class Fresh:
     """Keys and values of a step's rows, and which of them the commit writes where.
 
-    Each of the two models has its own layers, heads and head dimension.
+    Each of the two models has its own layers, heads and head dimension. A step that
+    defers the drafter's leaves hidden states instead of them.
     """
 
     target_k: Float[Array, "Y T G D"]
     target_v: Float[Array, "Y T G D"]
     drafter_k: Float[Array, "Y T G D"] | None
     drafter_v: Float[Array, "Y T G D"] | None
+    tap_TC: Float[Array, "T C"] | None
     slot_T: Int[Array, "T"]
     position_T: Int[Array, "T"]
     counted_T: Bool[Array, "T"]
 
 
-def init_caches(models: Models, slots: int, positions: int, dtype: Any) -> Caches:
-    """Empty caches for `slots` requests of up to `positions` positions."""
+def init_caches(
+    models: Models, slots: int, positions: int, dtype: Any, *, decodes: bool
+) -> Caches:
+    """Empty caches for `slots` requests of up to `positions` positions.
+
+    `decodes`: whether they are for decoding, or for a prompt on its own.
+    """
+    target = init_cache(models.target, slots, positions, dtype)
+    if models.drafter is None:
+        return Caches(target, None)
     return Caches(
-        target=init_cache(models.target, slots, positions, dtype),
-        drafter=init_cache(models.drafter, slots, positions, dtype)
-        if models.drafter
-        else None,
+        target=target,
+        drafter=init_cache(models.drafter, slots, positions, dtype),
+        deferred=nothing_deferred(slots, models.tap_columns) if decodes else None,
     )
 
 
@@ -146,7 +165,15 @@ def verify(
     if chosen.logp is not None:
         outcome = replace(outcome, logp_BW=unpack(chosen.logp, packed, lay.width))
     wire_BX = to_wire(widen(outcome, wire_width))
-    return wire_BX, after, fresh_rows(params, models, rows, packed, state, outcome)
+    fresh = fresh_rows(
+        params, models, rows, packed, state, outcome, defer=defers(models, lay)
+    )
+    return wire_BX, after, fresh
+
+
+def defers(models: Models, lay: Layout) -> bool:
+    """Whether a step leaves the drafter's context to a later one: the anchors alone."""
+    return models.drafter is not None and lay.rows == lay.slots
 
 
 class Chosen(NamedTuple):
@@ -188,6 +215,8 @@ def fresh_rows(
     packed: Packed,
     state: DecodeState,
     outcome: Outcome,
+    *,
+    defer: bool,
 ) -> Fresh:
     """What a step leaves for the caches of target and drafter.
 
@@ -195,12 +224,15 @@ def fresh_rows(
     """
     owner_T = packed.owner_T
     position_T = state.length_B[owner_T] + packed.offset_T
-    draft_k, draft_v = draft_context(params, models, rows.taps, position_T)
+    draft_k, draft_v = None, None
+    if not defer:
+        draft_k, draft_v = draft_context(params, models, rows.taps, position_T)
     return Fresh(
         target_k=rows.k,
         target_v=rows.v,
         drafter_k=draft_k,
         drafter_v=draft_v,
+        tap_TC=rows.taps if defer else None,
         slot_T=owner_T,
         position_T=position_T,
         counted_T=packed.valid_T & (packed.offset_T < outcome.count_B[owner_T]),
@@ -219,18 +251,41 @@ def draft_context(
 
 
 def commit(caches: Caches, fresh: Fresh) -> Caches:
-    """Writes the keys and values of committed rows; every other entry stays."""
-
-    def write(kv: KvCache, k: Array | None, v: Array | None) -> KvCache:
-        assert k is not None, "a cache without keys for it"
-        assert v is not None, "a cache without values for it"
-        return write_rows(kv, k, v, fresh.slot_T, fresh.position_T, fresh.counted_T)
-
+    """Writes what committed rows leave; every other entry stays."""
+    place = fresh.slot_T, fresh.position_T, fresh.counted_T
+    kv, deferred = caches.drafter, caches.deferred
+    if kv is not None and fresh.drafter_k is not None:
+        assert fresh.drafter_v is not None, "keys without values"
+        kv = write_rows(kv, fresh.drafter_k, fresh.drafter_v, *place)
+    if fresh.tap_TC is not None:
+        assert deferred is not None, "caches that no row can be put off in"
+        deferred = put_off(deferred, fresh.tap_TC, *place)
     return Caches(
-        target=write(caches.target, fresh.target_k, fresh.target_v),
-        drafter=None
-        if caches.drafter is None
-        else write(caches.drafter, fresh.drafter_k, fresh.drafter_v),
+        target=write_rows(caches.target, fresh.target_k, fresh.target_v, *place),
+        drafter=kv,
+        deferred=deferred,
+    )
+
+
+def catch_up(
+    params: dict[str, Any], caches: Caches, *, models: Models, steps: int
+) -> Caches:
+    """Projects the rows that wait, at most `steps` of a slot, for the drafter."""
+    deferred, kv = caches.deferred, caches.drafter
+    assert deferred is not None, "caches that no row can be put off in"
+    assert kv is not None, "no drafter to project for"
+    slots = deferred.count_B.shape[0]
+    tap_TC = deferred.tap_BPC[:, :steps].reshape(slots * steps, -1)
+    position_T = deferred.position_BP[:, :steps].reshape(-1)
+    waits_BP = jnp.arange(steps)[None] < deferred.count_B[:, None]
+    k, v = draft_context(params, models, tap_TC, position_T)
+    assert k is not None, "no drafter to project for"
+    assert v is not None, "keys without values"
+    slot_T = jnp.repeat(jnp.arange(slots), steps)
+    return Caches(
+        target=caches.target,
+        drafter=write_rows(kv, k, v, slot_T, position_T, waits_BP.reshape(-1)),
+        deferred=replace(deferred, count_B=jnp.zeros_like(deferred.count_B)),
     )
 
 
@@ -271,6 +326,7 @@ def prefill(
         rows.v,
         draft_k,
         draft_v,
+        tap_TC=None,
         slot_T=jnp.zeros_like(row_P),
         position_T=position_P,
         counted_T=row_P < count,
@@ -306,6 +362,7 @@ def insert(
         drafter=None
         if caches.drafter is None or one.drafter is None
         else write_slot(caches.drafter, one.drafter, slot),
+        deferred=None if caches.deferred is None else emptied(caches.deferred, slot),
     )
 
 

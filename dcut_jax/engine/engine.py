@@ -17,6 +17,7 @@ from dcut_jax.cut.width import Choice
 from dcut_jax.decode import steps as S
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.decode.decide import Decision, Proposal
+from dcut_jax.decode.defer import CATCH_UPS
 from dcut_jax.decode.pack import Layout
 from dcut_jax.decode.sample import Sampling
 from dcut_jax.decode.state import NO_STOP, from_wire, init_state
@@ -167,6 +168,8 @@ class Engine:
         jobs += [partial(exe.prefill, shapes, chunk) for chunk in PREFILL_CHUNKS]
         jobs += [partial(exe.commit, shapes, n) for n in {lay.rows for lay in layouts}]
         jobs += [partial(f, shapes) for f in (exe.empty, exe.insert, exe.release)]
+        if self.models.drafter:
+            jobs += [partial(exe.catch_up, shapes, steps) for steps in CATCH_UPS]
         if isinstance(policy, DCutPolicy):
             jobs.append(partial(exe.decide, shapes, policy.plan_key(shapes)))
         exe.prepare(jobs)
@@ -183,7 +186,9 @@ class Engine:
             shapes.slots,
             shapes.positions,
             jnp.dtype(self.config.cache_dtype),
+            decodes=True,
         )
+        self._behind = 0  # steps whose rows the drafter's cache may lack
         self._wire = jnp.zeros((shapes.slots, shapes.wire_columns), jnp.int32)
         self._pending: StepRecord | None = None
         self._halted = False  # a request, by the newest outcome, in mid-plan
@@ -377,7 +382,19 @@ class Engine:
                 assert self.steering is not None
                 self._cut_step(self.steering, clock)
 
+    def _catch_up(self) -> None:
+        """Brings the drafter's cache up to date."""
+        if self._behind == 0:
+            return
+        steps = next(n for n in CATCH_UPS if n >= self._behind)
+        run = self.compiler.catch_up(self.shapes, steps)
+        self.caches = run(self.models.params, self.caches)
+        self._behind = 0
+        if self.steering is not None:
+            self.steering.catches_up(steps)
+
     def _draft(self, width: int, clock: "_Phases") -> Proposal:
+        self._catch_up()
         run = self.compiler.draft(self.shapes, width)
         proposal = run(self.models.params, self.caches.drafter, self.state)
         clock.stop("draft", proposal)
@@ -463,6 +480,10 @@ class Engine:
         plan: "Planned | None" = None,
     ) -> None:
         """Verifies and commits; without a plan all `width` drafts are kept."""
+        if S.defers(self.models, lay):
+            if self._behind == CATCH_UPS[-1]:
+                self._catch_up()
+            self._behind += 1
         everything = np.full(self.shapes.slots, width, np.int32)
         keep_B = plan.keep_B if plan else everything
         self._wire, self.state, fresh = self.compiler.verify(self.shapes, lay)(

@@ -11,6 +11,7 @@ from dcut_jax.cut.fairness import Fairness
 from dcut_jax.cut.numpy_plan import Objective, ratio_fractions
 from dcut_jax.cut.width import StepCosts, WidthChooser
 from dcut_jax.decode.decide import PlanKey
+from dcut_jax.decode.defer import CATCH_UPS, ROOM
 from dcut_jax.decode.pack import Layout, layout, tier_rows
 from dcut_jax.decode.steps import StepShapes, anchors_only, everything
 from pallas_kernels import Backend
@@ -63,6 +64,11 @@ def draft_work(width: int) -> Work:
 def verify_work(lay: Layout) -> Work:
     """Verifying a layout's rows, and committing them."""
     return "verify", lay.rows, lay.width
+
+
+def catch_up_work(steps: int) -> Work:
+    """Projecting the drafter's context of so many plain steps."""
+    return "catch up", steps, 0
 
 
 PLAN_WORK: Work = ("plan", 0, 0)
@@ -210,6 +216,8 @@ class DCutPolicy:
         """
         B, table = shapes.slots, self.table
         found = {PLAN_WORK: table.plan_ms(B)}
+        for steps in CATCH_UPS:
+            found[catch_up_work(steps)] = table.catch_up_ms(B, steps)
         for width in self.ladder(shapes):
             found[draft_work(width)] = table.draft_ms(B, width, context)
         layouts = [*self.layouts(shapes), *([anchors_only(shapes)] * self.plain)]
@@ -225,6 +233,10 @@ class DCutPolicy:
         that costs more than a wider one loses to it: the wider one can only gain more.
         """
         ladder, tiers = self.ladder(shapes), self.tiers(shapes)
+        # Their drafter context comes later, and is theirs to pay for.
+        anchors = verify_work(anchors_only(shapes))
+        later = ms[catch_up_work(ROOM)] / ROOM
+        ms = {**ms, anchors: ms.get(anchors, np.inf) + later}
         planned_MR = np.full((len(ladder), len(tiers)), np.inf)
         full_M = np.full(len(ladder), np.inf)
         for m, width in enumerate(ladder):
@@ -235,7 +247,7 @@ class DCutPolicy:
                     planned_MR[m, r] = draft + ms[PLAN_WORK] + verify
             if self.bypass:
                 full_M[m] = draft + ms[verify_work(everything(shapes, width))]
-        plain = ms[verify_work(anchors_only(shapes))] if self.plain else np.inf
+        plain = ms[anchors] if self.plain else np.inf
         return StepCosts(plain, planned_MR, full_M)
 
     def covered(self, shapes: StepShapes) -> bool:

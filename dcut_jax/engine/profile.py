@@ -18,10 +18,11 @@ import dcut_jax.decode as decode_package
 import dcut_jax.models as models_package
 import pallas_kernels
 from dcut_jax.cost.measure import measure
-from dcut_jax.cost.table import CostError, CostTable, Fingerprint
+from dcut_jax.cost.table import KEY_PARTS, CostError, CostTable, Fingerprint
 from dcut_jax.decode import steps as S
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.decode.decide import Situation, init_memory
+from dcut_jax.decode.defer import CATCH_UPS
 from dcut_jax.decode.pack import Layout
 from dcut_jax.engine.engine import Engine, EngineConfig
 from dcut_jax.engine.policy import ArPolicy, DCutPolicy
@@ -130,9 +131,7 @@ def profile(
     for policy in policies:
         engine.prepare(policy)
     found: dict[str, dict[tuple[int, ...], tuple[float, ...]]] = {
-        "draft": {},
-        "verify": {},
-        "plan": {},
+        kind: {} for kind in KEY_PARTS
     }
     for context in contexts(config):
         _fill(engine, prompt, context)
@@ -147,7 +146,7 @@ def profile(
             steps, rounds=rounds, enough_ms=ENOUGH_MS, on_progress=progress
         ).items():
             found[kind][tuple(cell)] = samples
-    return CostTable(here, found["draft"], found["verify"], found["plan"])
+    return CostTable(here, **found)
 
 
 def _steps(
@@ -196,7 +195,18 @@ def _steps(
         )
         return np.asarray(bundle)
 
+    def catch_up_step(steps: int) -> Callable[[], object]:
+        run = exe.catch_up(shapes, steps)
+
+        def step() -> object:
+            engine.caches = run(params, engine.caches)
+            return engine.caches
+
+        return step
+
     steps: dict[tuple[Any, ...], Callable[[], object]] = {("plan", B): plan_step}
+    for count in CATCH_UPS:
+        steps["catch_up", B, count] = catch_up_step(count)
     for width in widths:
         steps["draft", B, width, context] = draft_step(width)
     for lay in sorted(layouts, key=lambda lay: (lay.rows, lay.width)):

@@ -22,7 +22,13 @@ from dcut_jax.decode.decide import (
 from dcut_jax.decode.pack import Layout
 from dcut_jax.decode.state import DecodeState
 from dcut_jax.decode.steps import StepShapes
-from dcut_jax.engine.policy import PLAN_WORK, DCutPolicy, draft_work, verify_work
+from dcut_jax.engine.policy import (
+    PLAN_WORK,
+    DCutPolicy,
+    catch_up_work,
+    draft_work,
+    verify_work,
+)
 from dcut_jax.models.cache import CHUNK
 
 
@@ -153,6 +159,10 @@ class Steering:
     def drafts(self, width: int) -> None:
         """Drafting is dispatched."""
         self._dispatch(draft_work(width))
+
+    def catches_up(self, steps: int) -> None:
+        """The drafter's context is brought up to date."""
+        self._dispatch(catch_up_work(steps))
 
     def verifies(self, lay: Layout) -> None:
         """Verification is dispatched."""

@@ -97,7 +97,7 @@ def whole(models, token_BS):
 @pytest.fixture(scope="module")
 def filled(models, whole):
     """Caches of both models, holding `LENGTHS` positions and stale ones behind."""
-    caches = S.init_caches(models, B, POSITIONS, jnp.float32)
+    caches = S.init_caches(models, B, POSITIONS, jnp.float32, decodes=False)
     weights, cfg = models.params["drafter"], models.drafter
     ctx = drafter.context(weights, cfg, whole.taps)
     position = jnp.broadcast_to(jnp.arange(ctx.shape[1]), ctx.shape[:2])
@@ -112,7 +112,9 @@ def filled(models, whole):
         position.ravel(),
         position.ravel() < jnp.asarray(LENGTHS)[slot.ravel()],
     )
-    caches = S.commit(jax.tree.map(lambda x: x + 5, caches), S.Fresh(*flat, *place))
+    caches = S.commit(
+        jax.tree.map(lambda x: x + 5, caches), S.Fresh(*flat, None, *place)
+    )
     return jax.block_until_ready(caches)
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from dcut_jax.cost.table import CostTable
 from dcut_jax.decode.compile import Compiler
+from dcut_jax.decode.defer import CATCH_UPS
 from dcut_jax.decode.steps import Models
 from dcut_jax.models.dense import head_VE
 from dcut_jax.weights.dflash import load_drafter
@@ -59,6 +60,7 @@ def invented_table():
                 for lay in policy.layouts(shapes)
             },
             plan={(B,): (1e-3,)},
+            catch_up={(B, steps): (1e-6,) for steps in CATCH_UPS},
         )
 
     return make

@@ -6,6 +6,7 @@ import pytest
 
 from dcut_jax.cost.table import CostTable
 from dcut_jax.cut.calibration import auc, ece
+from dcut_jax.decode.defer import CATCH_UPS
 from dcut_jax.engine.engine import Engine, EngineConfig
 from dcut_jax.engine.load import load_pair
 from dcut_jax.engine.policy import DCutPolicy
@@ -13,7 +14,8 @@ from dcut_jax.engine.requests import Request
 from dcut_jax.prompts import load_prompts
 from dcut_jax.weights.load import SMOLLM2
 
-SLOTS, STEPS, SHOWN, NEW_TOKENS = 16, 200, 100, 96
+SLOTS, STEPS, NEW_TOKENS = 16, 200, 96
+SHOWN = 300  # with fewer, what is told from ten bins is mostly noise
 ENOUGH = 0.03
 
 pytestmark = pytest.mark.slow
@@ -40,11 +42,15 @@ def planner(shapes):
     )
     B = shapes.slots
     verify = {
-        (B, lay.rows, lay.width, 1): (1.0 + 0.25 * lay.rows / B,)
+        (B, lay.rows, lay.width, 1): (1.0 + 0.1 * lay.rows / B,)
         for lay in policy.layouts(shapes)
     }
     table = CostTable(
-        policy.table.fingerprint, {(B, 7, 1): (1e-3,)}, verify, {(B,): (1e-3,)}
+        policy.table.fingerprint,
+        draft={(B, 7, 1): (1e-3,)},
+        verify=verify,
+        plan={(B,): (1e-3,)},
+        catch_up={(B, steps): (1e-6,) for steps in CATCH_UPS},
     )
     return DCutPolicy(table, widths=(7,), plain=False, bypass=False, correct=False)
 

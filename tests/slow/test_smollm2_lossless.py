@@ -8,6 +8,7 @@ import pytest
 from dcut_jax.bench.runner import Texts, logit_gap
 from dcut_jax.cost.table import CostTable
 from dcut_jax.decode.compile import Compiler
+from dcut_jax.decode.defer import CATCH_UPS
 from dcut_jax.engine.engine import Engine, EngineConfig
 from dcut_jax.engine.load import load_pair
 from dcut_jax.engine.policy import ArPolicy, FixedPolicy, unmeasured
@@ -59,6 +60,7 @@ def only_tier(shapes, rows):
         draft={(B, width, 1): (1e-3,) for width in policy.ladder(shapes)},
         verify=verify,
         plan={(B,): (1e-3,)},
+        catch_up={(B, steps): (1e-6,) for steps in CATCH_UPS},
     )
     return replace(policy, table=table)
 
