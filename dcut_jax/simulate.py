@@ -2,8 +2,9 @@
 
 The planner, the width chooser, the calibration and the weights are the engine's own;
 a model, a drafter and a device are what is missing. A step goes as the engine's does,
-but for one thing: what a step taught is known to the very next one, where the engine
-reads it one step late.
+but for these: what a step taught is known to the very next one, where the engine reads
+it one step late; slots are never empty, and a last step may go beyond a request's
+length; costs are never corrected nor capped; context and catching up are free.
 """
 
 from collections.abc import Iterable, Sequence
@@ -103,13 +104,20 @@ class Chooser(Protocol):
 
     def next(self, costs: StepCosts) -> Choice: ...
 
-    def look(self, *, anchors: float, gain_MR: np.ndarray) -> None: ...
+    def look(
+        self,
+        *,
+        requests: int,
+        anchors: float,
+        gain_MR: np.ndarray,
+        full_M: np.ndarray,
+    ) -> None: ...
 
     def outcome(
         self,
         choice: Choice,
         *,
-        anchors: float,
+        requests: int,
         predicted: float | None,
         accepted: float,
     ) -> None: ...
@@ -234,11 +242,13 @@ class Simulation:
         if choice.width:
             self.chooser.outcome(
                 choice,
-                anchors=float(ease_B.size),
+                requests=ease_B.size,
                 predicted=plan.gain if plan else None,
                 accepted=float(accepted_B.sum()),
             )
-        ended_B = self._advance(keep_B, 1 + accepted_B)
+        if choice.width:
+            self._waited_B = np.where(keep_B > 0, 0, self._waited_B + 1)
+        ended_B = self._advance(1 + accepted_B)
         return Step(choice, self._ms(choice, plan), keep_B, accepted_B, ended_B)
 
     def _plan(self, choice: Choice, logp_BK: np.ndarray) -> NumpyPlan:
@@ -247,13 +257,20 @@ class Simulation:
         weight_B = self._weights()
         survival_BK = self._survival(logp_BK)
         gain_MR = np.full(setup.costs.planned_MR.shape, np.nan)
+        full_M = np.full(len(setup.widths), np.nan)
         draft_K = np.arange(survival_BK.shape[1])
         any_cost_R = np.ones(len(setup.rows_R))  # a gain does not depend on it
         for m, width in enumerate(setup.widths):
             if width <= choice.width:
                 narrow_BK = np.where(draft_K < width, survival_BK, np.nan)
                 gain_MR[m] = self._best(narrow_BK, any_cost_R, weight_B).gain_R
-        self.chooser.look(anchors=float(weight_B.sum()), gain_MR=gain_MR)
+                full_M[m] = np.exp(survival_BK[:, :width]).sum()
+        self.chooser.look(
+            requests=weight_B.size,
+            anchors=float(weight_B.sum()),
+            gain_MR=gain_MR,
+            full_M=full_M,
+        )
         m = setup.widths.index(choice.width)
         due_B = None
         if setup.patience is not None:
@@ -300,12 +317,12 @@ class Simulation:
         ms = costs.full_M[m] if plan is None else costs.planned_MR[m, plan.tier]
         return float(ms)
 
-    def _advance(self, keep_B: np.ndarray, tokens_B: np.ndarray) -> np.ndarray:
+    def _advance(self, tokens_B: np.ndarray) -> np.ndarray:
         """Hands out tokens, and fills the slots of requests that are done."""
         self._left_B = self._left_B - tokens_B
         ended_B = self._left_B <= 0
         self._left_B = np.where(ended_B, self.length, self._left_B)
-        self._waited_B = np.where(ended_B | (keep_B > 0), 0, self._waited_B + 1)
+        self._waited_B = np.where(ended_B, 0, self._waited_B)
         for slot, (tokens, ended) in enumerate(zip(tokens_B, ended_B, strict=True)):
             if ended:
                 self._progress[slot] = Progress()

@@ -20,17 +20,25 @@ from dcut_jax.bench.records import (
     TextCheck,
 )
 from dcut_jax.cut.calibration import auc, ece, table
+from dcut_jax.cut.width import FIRST_REQUESTS
 from dcut_jax.decode.steps import Caches, Models
 from dcut_jax.engine.engine import Engine, Prefilled, StepRecord
-from dcut_jax.engine.policy import ArPolicy, DCutPolicy, FixedPolicy, Policy
+from dcut_jax.engine.policy import (
+    WIDTHS,
+    ArPolicy,
+    DCutPolicy,
+    FixedPolicy,
+    Policy,
+)
 from dcut_jax.engine.requests import Completion
 from dcut_jax.models import dense
 
 PUBLISHED, DCUT = "published", "dcut"
 FIXED = "fixed-"
-# Arms that show what one term of the policy is worth: D-Cut without it.
+# Arms that show what a term of the policy is worth: D-Cut without it. Without a choice
+# of width every step drafts and plans the widest block.
 WITHOUT: dict[str, dict[str, Any]] = {
-    "dcut-no-width": {"widths": (), "plain": False, "bypass": False},  # full blocks
+    "dcut-no-width": {"widths": (), "plain": False, "bypass": False},
     "dcut-no-plain": {"plain": False},
     "dcut-no-bypass": {"bypass": False},
     "dcut-no-calibration": {"calibrate": False},
@@ -76,7 +84,7 @@ def policy_of(arm: str, costs: Callable[[], DCutPolicy], most: int) -> Policy:
         return DCutPolicy.published(costs().table)
     without = dict(WITHOUT.get(arm, {}))
     if "widths" in without:
-        without["widths"] = (most,)
+        without["widths"] = (min(WIDTHS[-1], most),)
     return replace(costs(), **without)
 
 
@@ -218,7 +226,7 @@ def run_cell(
 
     engine.time_phases = False
     if round == 0:  # the policy's first looks, and the caches' first touch
-        for _ in range(WARM_STEPS):
+        for _ in range(max(WARM_STEPS, -(-FIRST_REQUESTS // B) + 1)):
             refill()
             engine.step()
         engine.flush()

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 # Standard deviation of what a table says of a piece of work, as a log ratio: it was
-# measured once, in one mood of the machine.
+# measured once, while the machine was so fast.
 _TABLE_SPREAD = 0.15
 # Of the time of one step, beside its neighbour's.
 _STEP_SPREAD = 0.1
@@ -16,9 +16,10 @@ _STEP_SPREAD = 0.1
 _DRIFT = 0.003
 # No correction is beyond a factor of two: a table that is worse has to be made anew.
 _MOST = math.log(2)
-# Weight of a step in the machine's mood: it remembers about twenty.
-_MOOD_RATE = 0.05
+# Weight of a step in the present slowdown: it remembers about twenty.
+_SLOWDOWN_RATE = 0.05
 # Beyond this, in standard deviations, a surprise is an accident: something else ran.
+# Unless the next comparison is one as well; then the table is very wrong.
 _ACCIDENT = 3.0
 
 Work = tuple[str, int, int]  # kind and two sizes, as the engine names its executables
@@ -38,9 +39,9 @@ class Correction:
 
     How fast a machine is changes from minute to minute, and by more than the pieces
     differ. So a step is compared with the one just before it only: what both share
-    cancels, and with it the machine's mood. Two neighbours that ran different work
-    show how the costs of that work compare, which is all that a choice among them
-    needs; steps that run the same work for ever show nothing, and change nothing.
+    cancels, the machine's present slowdown with it. Two neighbours that ran different
+    work show how the costs of that work compare, which is all that a choice among
+    them needs; steps that run the same work for ever show nothing, and change nothing.
 
     Each surprise is split among the pieces of both steps by how much of the time they
     are and how unsure they still are: a Kalman filter with a variance per piece.
@@ -51,8 +52,10 @@ class Correction:
 
     version: int = 0
     _beliefs: dict[Work, _Belief] = field(default_factory=dict)
-    _log_mood: float | None = None
-    _last: tuple[float, dict[Work, float]] | None = None
+    _log_slowdown: float = 0.0
+    _steps: int = 0
+    _last: tuple[dict[Work, float], float] | None = None  # what ran, and how long
+    _suspects: bool = False
 
     def factor(self, work: Work) -> float:
         """Real over measured time of a piece of work, relative to the others."""
@@ -60,9 +63,9 @@ class Correction:
         return math.exp(belief.log) if belief else 1.0
 
     @property
-    def mood(self) -> float:
+    def slowdown(self) -> float:
         """How much longer than its corrected cost a step takes of late."""
-        return math.exp(self._log_mood or 0.0)
+        return math.exp(self._log_slowdown)
 
     def forget_last(self) -> None:
         """The next step has no neighbour: something else ran in between."""
@@ -76,25 +79,32 @@ class Correction:
             corrected.
           ms: how long it took.
         """
-        expected = {work: t * self.factor(work) for work, t in measured_ms.items()}
-        total = sum(expected.values())
-        if not (ms > 0 and total > 0):
+        if not (ms > 0 and measured_ms and min(measured_ms.values()) > 0):
             self._last = None
             return
-        residual = math.log(ms / total)
-        shares = {work: t / total for work, t in expected.items()}
-        mood = residual if self._log_mood is None else self._log_mood
-        self._log_mood = mood + _MOOD_RATE * (residual - mood)
-        last, self._last = self._last, (residual, shares)
+        last, self._last = self._last, (dict(measured_ms), ms)
+        residual, shares = self._compare(measured_ms, ms)
+        self._steps += 1
+        rate = max(_SLOWDOWN_RATE, 1 / self._steps)
+        change = min(max(residual - self._log_slowdown, -_MOST), _MOST)
+        self._log_slowdown += rate * change
         if last is None:
             return
-        before, old_shares = last
+        before, old_shares = self._compare(*last)
         tilt = {
             work: shares.get(work, 0.0) - old_shares.get(work, 0.0)
             for work in shares.keys() | old_shares.keys()
         }
         if max(map(abs, tilt.values())) > 0.05:
             self._learn(residual - before, tilt)
+
+    def _compare(
+        self, measured_ms: Mapping[Work, float], ms: float
+    ) -> tuple[float, dict[Work, float]]:
+        """Log of a step's time over what it was to be, and the shares of its pieces."""
+        expected = {work: t * self.factor(work) for work, t in measured_ms.items()}
+        total = sum(expected.values())
+        return math.log(ms / total), {w: t / total for w, t in expected.items()}
 
     def _learn(self, surprise: float, tilt: Mapping[Work, float]) -> None:
         beliefs = {w: self._beliefs.setdefault(w, _Belief()) for w in tilt}
@@ -103,7 +113,14 @@ class Correction:
         spread = sum(h * h * beliefs[w].variance for w, h in tilt.items())
         variance = spread + 2 * _STEP_SPREAD**2
         bound = _ACCIDENT * math.sqrt(variance)
-        surprise = min(max(surprise, -bound), bound)
+        if abs(surprise) > bound:
+            self._last = None  # or its neighbour would tell of it once more
+            self._suspects, again = True, self._suspects
+            if not again:
+                return
+            surprise = math.copysign(bound, surprise)
+        else:
+            self._suspects = False
         for work, h in sorted(tilt.items()):
             belief = beliefs[work]
             gain = belief.variance * h / variance

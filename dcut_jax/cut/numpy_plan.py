@@ -43,9 +43,9 @@ def plan_numpy(
 
     Raises:
       ValueError: shapes that do not belong together, tiers that do not rise or cannot
-        hold the anchors, a cost that is not above 0 (infinite: the tier is not there to
-        be chosen; one must be), weights that are not in (0, 1], an unknown objective,
-        or ratios that are not one per tier and in (0, 1].
+        hold the anchors, a cost that is not above 0 (infinite: that tier cannot
+        be chosen; at least one can), weights that are not in (0, 1], an unknown
+        objective, or ratios that are not one per tier and in (0, 1].
     """
     survival_BK = np.asarray(log_survival_BK, np.float32)
     active_B = np.asarray(active_B, bool)
@@ -60,13 +60,14 @@ def plan_numpy(
     active = int(active_B.sum())
     value_BK = survival_BK + np.log(weight_B.astype(np.float32))[:, None]
     due_B = due_B & active_B & ~np.isnan(value_BK[:, 0])
-    excess = float(np.sum(1 - np.exp(value_BK[due_B, 0], dtype=np.float64)))
+    rank_BK = value_BK
     if due_B.any():
-        value_BK = np.minimum(value_BK, np.float32(BELOW_CERTAIN))
-        value_BK[due_B, 0] = 0.0
-    ranked = rank(value_BK, active_B)
-    # gains[m]: sum of the m best values.
-    gains = np.append(0.0, np.cumsum(np.exp(ranked.value_N, dtype=np.float64)))
+        rank_BK = np.minimum(value_BK, np.float32(BELOW_CERTAIN))
+        rank_BK[due_B, 0] = BELOW_CERTAIN / 2 * (1 - np.exp(value_BK[due_B, 0]))
+    ranked = rank(rank_BK, active_B)
+    # gains[m]: sum of what the m first drafts are worth.
+    worth_N = np.exp(falling(value_BK).T[ranked.place_KB], dtype=np.float64)
+    gains = np.append(0.0, np.cumsum(worth_N))
     selectable = ranked.owner_N.size
     if ratios is None:
         budget_R = np.minimum(rows_R - active, selectable)
@@ -81,7 +82,7 @@ def plan_numpy(
     feasible_R = fits_R & np.isfinite(cost_ms_R)
     roomy_R = feasible_R & (budget_R >= due_B.sum())
     feasible_R = roomy_R if roomy_R.any() else feasible_R
-    gain_R = np.where(fits_R, np.maximum(gains[budget_R] - excess, 0.0), 0.0)
+    gain_R = np.where(fits_R, gains[budget_R], 0.0)
     anchors = weight_B[active_B].sum() if objective == "tokens" else 0.0
     utility_R = np.where(feasible_R, (anchors + gain_R) / cost_ms_R, -np.inf)
     tier = int(np.argmax(utility_R))  # the first, so the narrowest
@@ -102,16 +103,21 @@ class Ranking(NamedTuple):
     """All drafts that may be kept, best first."""
 
     owner_N: np.ndarray
-    value_N: np.ndarray
+    place_KB: tuple[np.ndarray, np.ndarray]  # their indices, position first
 
 
 def rank(survival_BK: np.ndarray, active_B: np.ndarray) -> Ranking:
     """By value, then earlier position, then lower request. Rows are made to fall."""
-    falling_KB = np.minimum.accumulate(survival_BK, axis=1).T  # NaN spreads to the end
+    falling_KB = falling(survival_BK).T
     usable_KB = ~np.isnan(falling_KB) & active_B
-    value_N = falling_KB[usable_KB]
-    order_N = np.argsort(-value_N, kind="stable")
-    return Ranking(np.nonzero(usable_KB)[1][order_N], value_N[order_N])
+    order_N = np.argsort(-falling_KB[usable_KB], kind="stable")
+    draft_N, owner_N = (index_N[order_N] for index_N in np.nonzero(usable_KB))
+    return Ranking(owner_N, (draft_N, owner_N))
+
+
+def falling(value_BK: np.ndarray) -> np.ndarray:
+    """The smallest value so far along each row; NaN spreads to the end."""
+    return np.minimum.accumulate(value_BK, axis=1)
 
 
 def ratio_fractions(ratios: tuple[float, ...]) -> tuple[list[int], list[int]]:

@@ -97,17 +97,19 @@ def plan(
     if weight_B is None:
         weight_B = jnp.ones(active_B.shape, jnp.float32)
     value_BK = log_survival_BK + jnp.log(weight_B)[:, None]
-    excess = jnp.float32(0)
+    rank_BK = value_BK
     if due_B is not None:
         due_B = due_B & active_B & ~jnp.isnan(value_BK[:, 0])
-        excess = jnp.sum(jnp.where(due_B, 1 - jnp.exp(value_BK[:, 0]), 0.0))
-        value_BK = put_first(value_BK, due_B)
+        rank_BK = put_first(value_BK, due_B)
         roomy_R = feasible_R & (budget_R >= jnp.sum(due_B, dtype=jnp.int32))
         feasible_R = jnp.where(jnp.any(roomy_R), roomy_R, feasible_R)
 
-    topk = budget_topk(value_BK, active_B, budget_R, backend=backend)
-    gain_R = jnp.where(fits_R, jnp.maximum(topk.gain_R - excess, 0.0), 0.0)
-    yield_R = gain_R
+    topk = budget_topk(rank_BK, active_B, budget_R, backend=backend)
+    gain_R = topk.gain_R
+    if due_B is not None:  # then they were not ranked by what they are worth
+        worth_R = kept_worth(value_BK, topk.keep_RB)
+        gain_R = jnp.where(jnp.any(due_B), worth_R, gain_R)
+    yield_R = gain_R = jnp.where(fits_R, gain_R, 0.0)
     if objective == "tokens":
         yield_R += jnp.sum(jnp.where(active_B, weight_B, 0.0))
     utility_R = jnp.where(feasible_R, yield_R / cost_ms_R, -jnp.inf)
@@ -128,11 +130,25 @@ def plan(
 def put_first(
     value_BK: Float32[Array, "B K"], due_B: Bool[Array, "B"]
 ) -> Float32[Array, "B K"]:
-    """Values in which the first drafts of due requests stand above all others."""
+    """Values in which the first drafts of due requests stand above all others.
+
+    Among themselves they keep their order.
+    """
     below_BK = jnp.minimum(value_BK, BELOW_CERTAIN)
     lowered_BK = jnp.where(jnp.any(due_B), below_BK, value_BK)
     first_1K = jnp.arange(value_BK.shape[1])[None] == 0
-    return jnp.where(first_1K & due_B[:, None], 0.0, lowered_BK)
+    above_BK = BELOW_CERTAIN / 2 * (1 - jnp.exp(value_BK))
+    return jnp.where(first_1K & due_B[:, None], above_BK, lowered_BK)
+
+
+def kept_worth(
+    value_BK: Float32[Array, "B K"], keep_RB: Int32[Array, "R B"]
+) -> Float32[Array, "R"]:
+    """Sum of what each budget's kept drafts are worth."""
+    worth_BK = jnp.where(jnp.isnan(value_BK), 0.0, jnp.exp(value_BK))
+    index_K = jnp.arange(value_BK.shape[1])
+    kept_RBK = index_K[None, None] < keep_RB[:, :, None]
+    return jnp.sum(jnp.where(kept_RBK, worth_BK[None], 0.0), axis=(1, 2))
 
 
 def selectable_drafts(

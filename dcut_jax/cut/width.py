@@ -12,7 +12,7 @@ _REQUEST_STEPS = 600
 _LOOK_REQUESTS = 1024
 _FEWEST_LOOKS, _MOST_LOOKS = 20, 256
 # The widest is looked at first, in so many requests' steps, once at least.
-_FIRST_REQUESTS = 16
+FIRST_REQUESTS = 16
 # Steps after which a look counts half: in a spell without drafts looks are rare, and
 # old ones must not drown what a new one shows.
 _HALF_LIFE = 256
@@ -73,13 +73,24 @@ class _Looks:
         self._step_J = np.zeros(kept)
         self._share_JR = np.zeros((kept, tiers))
         self._base_J = np.zeros(kept)
-        self.count = 0
+        self._accepted_J = np.zeros(kept)
+        self._taken = 0
 
-    def add(self, step: int, share_R: np.ndarray, base: float) -> None:
-        """`base`: gain of all drafts of the narrowest width, in the same step."""
-        at = self.count % self._step_J.size
-        self._step_J[at], self._share_JR[at], self._base_J[at] = step, share_R, base
-        self.count += 1
+    def add(self, step: int, share_R: np.ndarray, base: float, accepted: float) -> None:
+        """One more look.
+
+        Args:
+          base: share of all drafts of the narrowest width, in the same step.
+          accepted: expected accepted drafts per request if all were verified.
+        """
+        at = self._taken % self._step_J.size
+        self._step_J[at], self._share_JR[at] = step, share_R
+        self._base_J[at], self._accepted_J[at] = base, accepted
+        self._taken += 1
+
+    @property
+    def count(self) -> int:
+        return min(self._taken, self._step_J.size)
 
     @property
     def share_JR(self) -> np.ndarray:
@@ -89,9 +100,15 @@ class _Looks:
     def base_J(self) -> np.ndarray:
         return self._base_J[: self.count]
 
-    def weight_J(self, step: int) -> np.ndarray:
-        """How much each look counts at `step`; they sum to 1."""
-        weight_J = np.exp2((self._step_J[: self.count] - step) / _HALF_LIFE)
+    @property
+    def accepted_J(self) -> np.ndarray:
+        return self._accepted_J[: self.count]
+
+    @property
+    def weight_J(self) -> np.ndarray:
+        """How much each look counts, the newest most; they sum to 1."""
+        step_J = self._step_J[: self.count]
+        weight_J = np.exp2((step_J - step_J.max()) / _HALF_LIFE)
         return weight_J / weight_J.sum()
 
 
@@ -136,7 +153,7 @@ class WidthChooser:
     all widths' scale. Nothing of a step's own drafts enters its choice.
 
     The widest width is looked at first; it shows all. After that the best step runs,
-    and now and then a planned step of a width that has not been looked at for long.
+    and now and then a planned step of a width that has drafted none for long.
     Probes are paid for from a fixed share of the time, an equal part for each width, so
     one that costs much is rare. Only the narrowest is never left out for longer than
     eight times `probe_every` steps.
@@ -159,7 +176,7 @@ class WidthChooser:
     _pooled: _Ratio = field(default_factory=_Ratio)
     _looked: dict[int, int] = field(default_factory=dict)
     _step: int = 0
-    _purse_ms: dict[int, float] = field(default_factory=dict)
+    _budget_ms: dict[int, float] = field(default_factory=dict)
     _known: "tuple[StepCosts, dict[Choice, Promise]] | None" = None
     _news: int = 0
 
@@ -195,10 +212,10 @@ class WidthChooser:
         return choice
 
     def _pick(self, step: int, costs: StepCosts) -> Choice:
-        if self._first_looks < _FIRST_REQUESTS:
+        if self._first_looks < FIRST_REQUESTS:
             runnable = np.isfinite(costs.planned_MR).any(axis=1)
             if not runnable.any():
-                return PLAIN
+                return self._best(self.promises(costs))
             return Choice(self.drafting[int(np.flatnonzero(runnable)[-1])], True)
         promises = self.promises(costs)
         best = self._best(promises)
@@ -230,19 +247,19 @@ class WidthChooser:
             promise = promises[choice]
             behind = 1 - promise.per_ms / promises[best].per_ms
             loss_ms = promise.ms * max(behind, 0.0)
-            # Each has its own purse: a cheap probe takes nothing from a dear one. It
+            # Each has its own budget: a cheap probe takes nothing from a dear one. It
             # holds one probe, so that no burst follows a long calm spell.
-            purse_ms = min(self._purse_ms.get(width, 0.0) + earned_ms, loss_ms)
-            self._purse_ms[width] = purse_ms
+            budget_ms = min(self._budget_ms.get(width, 0.0) + earned_ms, loss_ms)
+            self._budget_ms[width] = budget_ms
             waited = step - self._looked.get(width, -self.probe_every)
             longest = self.probe_every * _LONGEST_SPELL
             forced = width == self.drafting[0] and waited >= longest
-            if forced or (waited >= self.probe_every and purse_ms >= loss_ms):
+            if forced or (waited >= self.probe_every and budget_ms >= loss_ms):
                 due.append(choice)
         if not due:
             return None
         probe = min(due, key=lambda c: self._looked.get(c.width, -1))
-        self._purse_ms[probe.width] = 0.0
+        self._budget_ms[probe.width] = 0.0
         return probe
 
     def promises(self, costs: StepCosts) -> dict[Choice, Promise]:
@@ -265,7 +282,7 @@ class WidthChooser:
         looks = self._looks.get(m)
         if looks is None:
             return Promise(0.0, float(cost_ms_R.min()))
-        weight_J = looks.weight_J(self._step)
+        weight_J = looks.weight_J
         scale = self.scale(self.drafting[m])
         per_ms_JR = (1 + scale * looks.share_JR) / cost_ms_R
         per_ms = float(weight_J @ per_ms_JR.max(axis=1)) * self._ease(looks)
@@ -277,7 +294,7 @@ class WidthChooser:
         looks = self._looks.get(m)
         if looks is None:
             return Promise(0.0, cost_ms)
-        share = float(looks.weight_J(self._step) @ looks.share_JR[:, -1])
+        share = float(looks.weight_J @ looks.share_JR[:, -1])
         worth = 1 + self.scale(self.drafting[m]) * share
         return Promise(worth * self._ease(looks) / cost_ms, cost_ms)
 
@@ -290,40 +307,50 @@ class WidthChooser:
         late, scale = self._looks[0], self.scale(self.drafting[0])
         if looks is late:
             return 1.0
-        now = 1 + scale * float(late.weight_J(self._step) @ late.base_J)
-        return now / (1 + scale * float(looks.weight_J(self._step) @ looks.base_J))
+        now = 1 + scale * float(late.weight_J @ late.base_J)
+        return now / (1 + scale * float(looks.weight_J @ looks.base_J))
 
     def scale(self, width: int) -> float:
         """Drafts accepted of those predicted, in steps of this width."""
         return self._own.get(width, _Ratio()).value(self._pooled.value(prior=1.0))
 
-    def look(self, *, anchors: float, gain_MR: np.ndarray) -> None:
+    def look(
+        self,
+        *,
+        requests: int,
+        anchors: float,
+        gain_MR: np.ndarray,
+        full_M: np.ndarray,
+    ) -> None:
         """Takes in what the plan of a step saw, before its outcome is known.
 
         Args:
-          anchors: sum of the weights of its requests; without weights, their number.
+          requests: how many were in it.
+          anchors: the sum of their weights; without weights, their number.
           gain_MR: weighted gain of every tier at every drafting width, NaN beyond the
             width that was drafted.
+          full_M: drafts expected to be accepted if all were verified, none weighted.
         """
-        if anchors <= 0:
+        if requests <= 0:
             return
         if self._first_looks == 0:
-            kept = int(np.clip(_LOOK_REQUESTS / anchors, _FEWEST_LOOKS, _MOST_LOOKS))
+            kept = int(np.clip(_LOOK_REQUESTS / requests, _FEWEST_LOOKS, _MOST_LOOKS))
             self._looks_kept = kept
-        self._first_looks += anchors
+        self._first_looks += requests
         share_MR = gain_MR / anchors
         for m, share_R in enumerate(share_MR):
             if not np.isnan(share_R[0]):
                 if m not in self._looks:
                     self._looks[m] = _Looks(self._looks_kept, share_R.size)
-                self._looks[m].add(self._step, share_R, float(share_MR[0, -1]))
+                base, accepted = float(share_MR[0, -1]), full_M[m] / requests
+                self._looks[m].add(self._step, share_R, base, accepted)
         self._tell()
 
     def outcome(
         self,
         choice: Choice,
         *,
-        anchors: float,
+        requests: int,
         predicted: float | None,
         accepted: float,
     ) -> None:
@@ -331,30 +358,31 @@ class WidthChooser:
 
         Args:
           choice: what ran.
-          anchors: its requests.
+          requests: how many were in it.
           predicted: drafts that its plan expected to be accepted; None without one.
           accepted: drafts that were.
         """
         if predicted is None:
-            predicted = self._full_gain(choice.width, anchors)
+            predicted = requests * self._full_gain(choice.width)
         if predicted > 0:
             own = self._own.setdefault(choice.width, _Ratio())
-            own.add(anchors, accepted, predicted)
-            self._pooled.add(anchors, accepted, predicted)
+            own.add(requests, accepted, predicted)
+            self._pooled.add(requests, accepted, predicted)
             self._tell()
 
     def _tell(self) -> None:
         """Something new is known; promises are reckoned anew once it is enough."""
         self._news += 1
-        if self._news * _NEWS >= max(looks.count for looks in self._looks.values()):
+        looks = max((looks.count for looks in self._looks.values()), default=0)
+        if self._news * _NEWS >= looks:
             self._known = None
 
-    def _full_gain(self, width: int, anchors: float) -> float:
-        """What looks let a step expect that verifies all drafts."""
+    def _full_gain(self, width: int) -> float:
+        """Expected accepted drafts per request of a step that verifies them all."""
         looks = self._looks.get(self.drafting.index(width))
         if looks is None:
             return 0.0
-        return anchors * float(looks.weight_J(self._step) @ looks.share_JR[:, -1])
+        return float(looks.weight_J @ looks.accepted_J)
 
 
 def _drafts_nothing(choice: Choice) -> bool:

@@ -135,7 +135,6 @@ class Compiler:
                 cost_ms_MR=_floats(len(key.widths), len(key.rows_R)),
                 width_index=_ints(),
                 weight_B=_floats(B),
-                elapsed=_ints(),
                 all_verified=_shape((), jnp.bool_),
             )
             proposal = Proposal(_ints(B, K), _floats(B, K))
@@ -171,7 +170,7 @@ class Compiler:
 
             target, cfg = kv_rows(self.models.target), self.models.drafter
             other, tap = kv_rows(cfg) if cfg else None, None
-            if cfg and rows == shapes.slots:  # the anchors alone: see steps.defers
+            if S.defers(self.models, rows, shapes.slots):
                 other, tap = None, _floats(rows, self.models.tap_columns)
             place = _ints(rows), _ints(rows), _shape((rows,), jnp.bool_)
             fresh = S.Fresh(target, target, other, other, tap, *place)

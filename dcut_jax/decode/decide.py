@@ -47,7 +47,7 @@ class Memory:
       logp_BK, survival_BK: of the last plan: log-confidences as the drafter gave them,
         and the log-survivals that the plan went by.
       keep_B: what it kept; 0 once its outcome has been taken in.
-      waited_B: steps since a draft of the slot's request was verified.
+      waited_B: plans since a draft of the slot was verified.
     """
 
     calibration: Calibration
@@ -86,8 +86,8 @@ class PlanKey:
       rows_R: tiers; `widths`: the drafting widths.
       objective, ratios, backend: see `cut.plan.plan`.
       calibrated: whether chances are learned; if not, confidences stand for them.
-      patience: steps after which a draft of a request is verified whatever it is worth;
-        None: never.
+      patience: drafting steps after which a draft of a request is verified whatever it
+        is worth; None: never.
     """
 
     rows_R: tuple[int, ...]
@@ -107,14 +107,12 @@ class Situation:
       cost_ms_MR: step times by drafting width and tier, float32.
       width_index: which of the widths was drafted, int32.
       weight_B: see `cut.plan.plan`, float32.
-      elapsed: steps since the last plan, int32.
-      all_verified: whether one of them verified all its drafts, bool.
+      all_verified: whether a step since the last plan verified all its drafts, bool.
     """
 
     cost_ms_MR: Any
     width_index: Any
     weight_B: Any
-    elapsed: Any
     all_verified: Any
 
 
@@ -164,14 +162,16 @@ def decide(
             backend=key.backend,
         )
 
-    gain_MR = []
+    gain_MR, full_M = [], []
     for m, width in enumerate(key.widths):
         cut_BK = jnp.where(slot_K < width, survival_BK, jnp.nan)
+        counted_BK = state.active_B[:, None] & ~jnp.isnan(cut_BK)
+        full_M.append(jnp.sum(jnp.where(counted_BK, jnp.exp(cut_BK), 0.0)))
         gain_R = plan_for(cut_BK, situation.cost_ms_MR[m]).gain_R
         gain_MR.append(jnp.where(m <= situation.width_index, gain_R, jnp.nan))
 
     before_B = jnp.where(situation.all_verified, 0, memory.waited_B)
-    waited_B = jnp.where(state.active_B, before_B + situation.elapsed, 0)
+    waited_B = jnp.where(state.active_B, before_B + 1, 0)
     due_B = None if key.patience is None else waited_B >= key.patience
     chosen = plan_for(survival_BK, situation.cost_ms_MR[situation.width_index], due_B)
     memory = replace(
@@ -181,7 +181,7 @@ def decide(
         keep_B=chosen.keep_B,
         waited_B=jnp.where(chosen.keep_B > 0, 0, waited_B),
     )
-    floats = jnp.stack([chosen.gain, *jnp.concatenate(gain_MR)])
+    floats = jnp.stack([chosen.gain, *full_M, *jnp.concatenate(gain_MR)])
     told = [
         jnp.stack([chosen.tier, chosen.budget]),
         lax.bitcast_convert_type(floats, jnp.int32),
@@ -220,17 +220,19 @@ class Decision(NamedTuple):
     tier: int
     kept: int
     gain: float  # drafts expected to be accepted
+    full_M: np.ndarray  # the same if all drafts of a width were verified
     gain_MR: np.ndarray  # by drafting width and tier, weighted; NaN where not drafted
 
 
 def read_decision(rows_NX: np.ndarray, key: PlanKey) -> Decision:
     """The rows that `decide` puts below the outcome."""
     told_U = rows_NX.ravel()
-    shape = len(key.widths), len(key.rows_R)
-    gain, *gains = told_U[2 : 3 + shape[0] * shape[1]].view(np.float32)
+    M, R = len(key.widths), len(key.rows_R)
+    floats = told_U[2 : 3 + M + M * R].view(np.float32).astype(float)
     return Decision(
         tier=int(told_U[0]),
         kept=int(told_U[1]),
-        gain=float(gain),
-        gain_MR=np.array(gains, float).reshape(shape),
+        gain=float(floats[0]),
+        full_M=floats[1 : 1 + M],
+        gain_MR=floats[1 + M :].reshape(M, R),
     )

@@ -165,15 +165,14 @@ def verify(
     if chosen.logp is not None:
         outcome = replace(outcome, logp_BW=unpack(chosen.logp, packed, lay.width))
     wire_BX = to_wire(widen(outcome, wire_width))
-    fresh = fresh_rows(
-        params, models, rows, packed, state, outcome, defer=defers(models, lay)
-    )
+    defer = defers(models, lay.rows, lay.slots)
+    fresh = fresh_rows(params, models, rows, packed, state, outcome, defer=defer)
     return wire_BX, after, fresh
 
 
-def defers(models: Models, lay: Layout) -> bool:
+def defers(models: Models, rows: int, slots: int) -> bool:
     """Whether a step leaves the drafter's context to a later one: the anchors alone."""
-    return models.drafter is not None and lay.rows == lay.slots
+    return models.drafter is not None and rows == slots
 
 
 class Chosen(NamedTuple):

@@ -16,7 +16,7 @@ from dcut_jax.cut.fairness import Progress, weights
 from dcut_jax.cut.width import Choice
 from dcut_jax.decode import steps as S
 from dcut_jax.decode.compile import Compiler
-from dcut_jax.decode.decide import Decision, Proposal
+from dcut_jax.decode.decide import Decision, Proposal, read_decision
 from dcut_jax.decode.defer import CATCH_UPS
 from dcut_jax.decode.pack import Layout
 from dcut_jax.decode.sample import Sampling
@@ -190,7 +190,6 @@ class Engine:
         )
         self._behind = 0  # steps whose rows the drafter's cache may lack
         self._wire = jnp.zeros((shapes.slots, shapes.wire_columns), jnp.int32)
-        self._pending: StepRecord | None = None
         self._halted = False  # a request, by the newest outcome, in mid-plan
         if self.steering is not None:
             self.steering.reset()
@@ -201,6 +200,7 @@ class Engine:
         Requests that were still running are cancelled.
         """
         self._caches: S.Caches | None = None
+        self._pending: StepRecord | None = None  # what still runs counts for nobody
         for slot in getattr(self, "_slots", ()):
             if slot is not None:
                 slot.completion.finish = "cancelled"
@@ -369,6 +369,8 @@ class Engine:
         """Dispatches one step and reads the newest finished outcome."""
         self._require_caches()
         clock = _Phases(self.time_phases)
+        if self.time_phases:
+            self._interrupt()  # waiting for each phase takes time of its own
         match self.policy:
             case ArPolicy():
                 self._verify(S.anchors_only(self.shapes), self._no_drafts, 0, clock)
@@ -388,13 +390,15 @@ class Engine:
             return
         steps = next(n for n in CATCH_UPS if n >= self._behind)
         run = self.compiler.catch_up(self.shapes, steps)
-        self.caches = run(self.models.params, self.caches)
-        self._behind = 0
         if self.steering is not None:
             self.steering.catches_up(steps)
+        self.caches = run(self.models.params, self.caches)
+        self._behind = 0
 
     def _draft(self, width: int, clock: "_Phases") -> Proposal:
         self._catch_up()
+        if self.steering is not None:
+            self.steering.drafts(width)
         run = self.compiler.draft(self.shapes, width)
         proposal = run(self.models.params, self.caches.drafter, self.state)
         clock.stop("draft", proposal)
@@ -408,7 +412,6 @@ class Engine:
                 self._unplanned_step(steering, choice.width, clock)
             return
         proposal = self._draft(choice.width, clock)
-        steering.drafts(choice.width)
         weight_B = self._weights(steering.policy)
         run = self.compiler.decide(self.shapes, steering.key)
         keep_B, host = steering.decide(
@@ -420,8 +423,10 @@ class Engine:
             steering.forget_plan()
         if not self.running:
             return
-        worth = float(sum(weight_B[i] for i, s in enumerate(self._slots) if s))
-        decision = steering.read(host[self.shapes.slots :], worth)
+        decision = read_decision(host[self.shapes.slots :], steering.key)
+        if not self._halted:
+            used = [float(weight_B[i]) for i, s in enumerate(self._slots) if s]
+            steering.look(decision, used)
         lay = steering.layout(choice.width, decision)
         steering.verifies(lay)
         made = Planned(keep_B, decision)
@@ -435,7 +440,6 @@ class Engine:
         if width:
             token_BK = self._draft(width, clock).token_BK
             lay = S.everything(self.shapes, width)
-            steering.drafts(width)
         steering.verifies(lay)
         self._verify(lay, token_BK, width, clock)
 
@@ -480,7 +484,7 @@ class Engine:
         plan: "Planned | None" = None,
     ) -> None:
         """Verifies and commits; without a plan all `width` drafts are kept."""
-        if S.defers(self.models, lay):
+        if S.defers(self.models, lay.rows, lay.slots):
             if self._behind == CATCH_UPS[-1]:
                 self._catch_up()
             self._behind += 1
@@ -501,7 +505,7 @@ class Engine:
             decision=plan.decision if plan else None,
             phase_ms=clock.ms,
             # A plan may have reckoned with a request that was halted just then.
-            teaches=width > 0 and not self._halted,
+            teaches=width > 0 and not (plan and self._halted),
         )
 
     def _read(self, clock: "_Phases") -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 
@@ -89,8 +90,8 @@ class DCutPolicy:
         (`cut.calibration`), or confidences stand for them.
       correct: whether costs are corrected by the time of real steps (`cost.online`).
       fairness: what a token of each request is worth, see `cut.fairness.weights`.
-      patience: while the batch drafts, no request goes for longer than so many steps
-        without a draft of its own being verified. None: it may for ever.
+      patience: no request goes for longer than so many drafting steps without a draft
+        of its own being verified. None: it may for ever.
       objective, ratios: see `cut.plan`. `published()` sets them as the paper does.
       backend: of the top-k kernel.
       probe_every, probe_share, margin: see `cut.width.WidthChooser`.
@@ -138,6 +139,17 @@ class DCutPolicy:
             raise ValueError(
                 "the paper's objective leaves anchors out, so steps without a plan "
                 "cannot be weighed against it; set plain=False and bypass=False"
+            )
+        choice = self.widths is None or len(set(self.widths)) > 1
+        if self.objective == "paper" and self.ratios is None and choice:
+            raise ValueError(
+                "the paper's objective knows no choice of widths; give it one, or "
+                "start from DCutPolicy.published()"
+            )
+        if self.fairness not in get_args(Fairness):
+            raise ValueError(
+                f"fairness {self.fairness!r} is unknown; choose one of "
+                f"{get_args(Fairness)}"
             )
         if self.patience is not None and self.patience < 1:
             raise ValueError(
@@ -233,21 +245,25 @@ class DCutPolicy:
         that costs more than a wider one loses to it: the wider one can only gain more.
         """
         ladder, tiers = self.ladder(shapes), self.tiers(shapes)
-        # Their drafter context comes later, and is theirs to pay for.
-        anchors = verify_work(anchors_only(shapes))
-        later = ms[catch_up_work(ROOM)] / ROOM
-        ms = {**ms, anchors: ms.get(anchors, np.inf) + later}
+        # Their drafter context comes later, and is theirs to pay for: after a planned
+        # step at once, for it will draft again; after plain ones many at a time.
+        anchors = anchors_only(shapes)
         planned_MR = np.full((len(ladder), len(tiers)), np.inf)
         full_M = np.full(len(ladder), np.inf)
         for m, width in enumerate(ladder):
             draft = ms[draft_work(width)]
             for r, rows in enumerate(tiers):
                 if rows in self.offered(shapes, width):
-                    verify = ms[verify_work(self.layout(shapes, width, rows))]
+                    lay = self.layout(shapes, width, rows)
+                    verify = ms[verify_work(lay)]
+                    if lay == anchors:
+                        verify += ms[catch_up_work(CATCH_UPS[0])]
                     planned_MR[m, r] = draft + ms[PLAN_WORK] + verify
             if self.bypass:
                 full_M[m] = draft + ms[verify_work(everything(shapes, width))]
-        plain = ms[anchors] if self.plain else np.inf
+        plain = np.inf
+        if self.plain:
+            plain = ms[verify_work(anchors)] + ms[catch_up_work(ROOM)] / ROOM
         return StepCosts(plain, planned_MR, full_M)
 
     def covered(self, shapes: StepShapes) -> bool:

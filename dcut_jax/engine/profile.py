@@ -186,7 +186,6 @@ def _steps(
             cost_ms_MR=np.ones((len(key.widths), len(key.rows_R)), np.float32),
             width_index=np.int32(len(key.widths) - 1),
             weight_B=np.ones(B, np.float32),
-            elapsed=np.int32(0),
             all_verified=np.bool_(False),
         )
         wire = np.zeros((B, shapes.wire_columns), np.int32)
@@ -197,9 +196,12 @@ def _steps(
 
     def catch_up_step(steps: int) -> Callable[[], object]:
         run = exe.catch_up(shapes, steps)
+        full_B: Any = np.full(B, steps, np.int32)
 
         def step() -> object:
-            engine.caches = run(params, engine.caches)
+            assert engine.caches.deferred is not None, "no drafter to catch up for"
+            waiting = replace(engine.caches.deferred, count_B=full_B)
+            engine.caches = run(params, replace(engine.caches, deferred=waiting))
             return engine.caches
 
         return step

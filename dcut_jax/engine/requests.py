@@ -33,8 +33,9 @@ class Request:
         takes the arg-max; anything else needs an engine with `sampling`.
       priority: what a token of this request is worth beside those of others, above 0.
         Only D-Cut heeds it.
-      tpot_ms: longest time a token may take, ms; D-Cut takes no longer step while a
-        shorter one exists.
+      tpot_ms: longest time a token may take, ms; D-Cut takes no step that is longer, at
+        the machine's present speed, while a shorter one exists. Catching up after plain
+        steps comes on top, once in 32 of them.
     """
 
     prompt: tuple[int, ...]

@@ -16,7 +16,6 @@ from dcut_jax.decode.decide import (
     Proposal,
     Situation,
     init_memory,
-    read_decision,
     without_plan,
 )
 from dcut_jax.decode.pack import Layout
@@ -30,6 +29,8 @@ from dcut_jax.engine.policy import (
     verify_work,
 )
 from dcut_jax.models.cache import CHUNK
+
+LOG_STEP = np.log(1.02)
 
 
 class Steering:
@@ -55,7 +56,6 @@ class Steering:
         shapes = self.shapes
         self._memory = without_plan(self._memory)
         self._planned_wire = np.zeros((shapes.slots, shapes.wire_columns), np.int32)
-        self._elapsed = 0
         self._all_verified = False
         self.interrupt()
 
@@ -68,10 +68,9 @@ class Steering:
           context: cached positions of the longest running request.
           cap_ms: what a step may take; infinite if anything.
         """
-        self._elapsed += 1
         choice = self.chooser.next(self._plan_costs(context, cap_ms))
         if choice.width > 0 and not choice.planned:
-            self._elapsed, self._all_verified = 0, True
+            self._all_verified = True
         return choice
 
     def _plan_costs(self, context: int, cap_ms: float) -> StepCosts:
@@ -82,13 +81,15 @@ class Steering:
             self._measured[chunk] = self.policy.measured(self.shapes, end)
         correction = self.correction
         if np.isfinite(cap_ms):
-            cap_ms = round(cap_ms / correction.mood, 2)
-        key = (chunk, correction.version, cap_ms)
+            # In steps of a fiftieth, or there would be other costs at every step.
+            cap_ms = 1.02 ** np.floor(np.log(cap_ms / correction.slowdown) / LOG_STEP)
+        version = correction.version if self.policy.correct else 0
+        key = (chunk, version, float(cap_ms))
         if self._costs is None or self._costs[0] != key:
-            now = {
-                w: t * correction.factor(w) for w, t in self._measured[chunk].items()
-            }
-            costs = self.policy.costs(self.shapes, now)
+            ms = self._measured[chunk]
+            if self.policy.correct:
+                ms = {work: t * correction.factor(work) for work, t in ms.items()}
+            costs = self.policy.costs(self.shapes, ms)
             self._costs = key, costs.within(cap_ms)
         return self._costs[1]
 
@@ -107,21 +108,23 @@ class Steering:
             cost_ms_MR=self._costs[1].planned_MR.astype(np.float32),
             width_index=np.int32(self.key.widths.index(width)),
             weight_B=weight_B,
-            elapsed=np.int32(self._elapsed),
             all_verified=np.bool_(self._all_verified),
         )
         self._dispatch(PLAN_WORK)
         keep_B, self._memory, bundle = run(
             proposal, state, self._memory, situation, self._planned_wire, wire
         )
-        self._elapsed, self._all_verified = 0, False
+        self._all_verified = False
         return keep_B, np.asarray(bundle)
 
-    def read(self, rows_NX: np.ndarray, worth: float) -> Decision:
-        """The plan that the host has read; `worth`: the weights of its requests."""
-        decision = read_decision(rows_NX, self.key)
-        self.chooser.look(anchors=worth, gain_MR=decision.gain_MR)
-        return decision
+    def look(self, decision: Decision, weight_B: list[float]) -> None:
+        """Takes in what a plan saw; `weight_B`: of the requests that are in it."""
+        self.chooser.look(
+            requests=len(weight_B),
+            anchors=float(sum(weight_B)),
+            gain_MR=decision.gain_MR,
+            full_M=decision.full_M,
+        )
 
     def layout(self, width: int, decision: Decision) -> Layout:
         """The executable that a plan asks for."""
@@ -145,27 +148,29 @@ class Steering:
         """Takes in a finished step that drafted."""
         self.chooser.outcome(
             choice,
-            anchors=active,
+            requests=active,
             predicted=decision.gain if decision else None,
             accepted=accepted,
         )
 
     # -- how long it took -----------------------------------------------------------
 
+    # Whoever dispatches says so just before: the clock starts with the first.
+
     def interrupt(self) -> None:
         """Something that is no step runs; the time up to the next read says nothing."""
         self._work: list[Work] | None = None
 
     def drafts(self, width: int) -> None:
-        """Drafting is dispatched."""
+        """Drafting is about to be dispatched."""
         self._dispatch(draft_work(width))
 
     def catches_up(self, steps: int) -> None:
-        """The drafter's context is brought up to date."""
+        """A catch-up is about to be dispatched."""
         self._dispatch(catch_up_work(steps))
 
     def verifies(self, lay: Layout) -> None:
-        """Verification is dispatched."""
+        """Verification is about to be dispatched."""
         self._dispatch(verify_work(lay))
 
     def _dispatch(self, work: Work) -> None:
@@ -178,8 +183,6 @@ class Steering:
     def has_read(self, context: int) -> None:
         """All that was dispatched is done, up to a commit."""
         work, self._work = self._work, []
-        if not self.policy.correct:
-            return
         measured = self._measured.get(context // CHUNK)
         if not work or measured is None:
             self.correction.forget_last()

@@ -6,10 +6,19 @@ from types import SimpleNamespace
 import pytest
 
 from dcut_jax.bench.records import AR, NO_TOKEN, Difference
-from dcut_jax.bench.runner import Arm, Texts, logit_gap, policy_of, run_cell
-from dcut_jax.decode.steps import Caches
+from dcut_jax.bench.runner import (
+    DCUT,
+    PUBLISHED,
+    WITHOUT,
+    Arm,
+    Texts,
+    logit_gap,
+    policy_of,
+    run_cell,
+)
+from dcut_jax.decode.steps import Caches, StepShapes
 from dcut_jax.engine.engine import Prefilled
-from dcut_jax.engine.policy import ArPolicy, FixedPolicy, unmeasured
+from dcut_jax.engine.policy import ArPolicy, FixedPolicy, profiled, unmeasured
 from dcut_jax.engine.requests import Completion, Request
 
 
@@ -77,6 +86,17 @@ class TestPolicyOf:
         assert not policy_of("dcut-no-calibration", unmeasured, 7).calibrate
         assert not policy_of("dcut-no-correction", unmeasured, 7).correct
         assert policy_of("dcut-no-width", unmeasured, 7).widths == (7,)
+
+    @pytest.mark.parametrize("most", [3, 7, 10, 15, 16, 31])
+    def test_what_is_profiled_is_enough_for_every_arm(self, most):
+        shapes = StepShapes(slots=4, positions=256, width=most + 1, stops=1)
+        layouts = {lay for policy in profiled() for lay in policy.layouts(shapes)}
+        for arm in (DCUT, PUBLISHED, *WITHOUT):
+            policy = policy_of(arm, unmeasured, most)
+            assert set(policy.layouts(shapes)) <= layouts
+            assert set(policy.ladder(shapes)) <= {
+                width for some in profiled() for width in some.ladder(shapes)
+            }
 
     @pytest.mark.parametrize("arm", ["", "fixed-", "fixed-0", "fixed-x", "fixed-²"])
     def test_there_is_no_such_arm(self, arm):

@@ -39,10 +39,15 @@ def run(chooser, steps, gain_MR, costs, *, honesty=None, noise=0.0, seed=0):
         if choice.planned:
             seen_MR = gain_MR * (1 + noise * rng.normal())
             seen_MR[m + 1 :] = np.nan
-            chooser.look(anchors=ANCHORS, gain_MR=seen_MR)
+            chooser.look(
+                requests=int(ANCHORS),
+                anchors=ANCHORS,
+                gain_MR=seen_MR,
+                full_M=seen_MR[:, 1],
+            )
         chooser.outcome(
             choice,
-            anchors=ANCHORS,
+            requests=int(ANCHORS),
             predicted=None if seen_MR is None else seen_MR[m, 1],
             accepted=accepted,
         )
@@ -64,7 +69,13 @@ def test_a_large_batch_needs_one_first_look_a_small_one_more():
         chooser = WidthChooser(LADDER)
         for _ in range(looks):
             assert chooser.next(costs) == Choice(15, True)
-            chooser.look(anchors=anchors, gain_MR=gain_MR * anchors / ANCHORS)
+            gains_MR = gain_MR * anchors / ANCHORS
+            chooser.look(
+                requests=int(anchors),
+                anchors=anchors,
+                gain_MR=gains_MR,
+                full_M=gains_MR[:, 1],
+            )
         assert chooser.next(costs) == Choice(3, True)
 
 
@@ -159,7 +170,46 @@ def test_new_costs_change_the_choice_at_once():
     assert chooser.next(dear) == PLAIN
 
 
+def test_an_old_chooser_is_as_quick_as_a_new_one():
+    chooser = WidthChooser(LADDER)
+    gain_MR, costs = world({3: 1.3, 7: 1.1, 15: 0.5})
+    run(chooser, 20_000, gain_MR, costs)
+    ran = run(chooser, 1500, gain_MR * 0.2, costs)
+    assert widths(ran)[-100:].count(0) >= 90
+
+
+def test_what_it_knew_is_not_lost_in_a_spell_without_end():
+    chooser = WidthChooser(LADDER)
+    gain_MR, costs = world({3: 1.1, 7: 1.3, 15: 1.5})
+    run(chooser, 50, gain_MR, costs)
+    plain_only = costs.within(costs.plain_ms)
+    for _ in range(600_000):
+        chooser._step += 1
+    assert chooser.next(plain_only) == PLAIN
+    assert chooser._best(chooser.promises(costs)).width == 15
+
+
+def test_weights_do_not_enter_what_is_accepted_of_what_was_predicted():
+    # One heavy request gets little, three light ones much.
+    chooser = WidthChooser((3,), probe_every=5)
+    costs = StepCosts(np.inf, np.array([[np.inf, 2.0]]), np.array([1.9]))
+    for _ in range(400):
+        choice = chooser.next(costs)
+        if choice.planned:
+            gain_MR = np.array([[0.0, 0.2 + 0.1 * 3 * 2.0]])
+            full_M = np.array([0.2 + 3 * 2.0])
+            chooser.look(requests=4, anchors=1.3, gain_MR=gain_MR, full_M=full_M)
+        predicted = 6.2 if choice.planned else None
+        chooser.outcome(choice, requests=4, predicted=predicted, accepted=6.2)
+    assert chooser.scale(3) == pytest.approx(1.0, abs=0.01)
+
+
 class TestCap:
+    def test_before_any_look_it_takes_what_there_is(self):
+        _, costs = world({3: 1.0, 7: 1.0, 15: 1.0}, full=0.9)
+        capped = costs._replace(plain_ms=np.inf).within(0.1)
+        assert WidthChooser(WIDTHS).next(capped) == Choice(3, planned=False)
+
     def test_only_steps_that_are_short_enough_are_left(self):
         _, costs = world({3: 1.0, 7: 1.0, 15: 1.0}, full=1.2)
         capped = costs.within(3.0)

@@ -42,7 +42,7 @@ class Recorder:
         return 0.5
 
     def catch_up_ms(self, slots, steps):
-        return 0.0
+        return 0.8 * steps
 
 
 def planned_ms(policy, shapes):
@@ -99,6 +99,7 @@ class TestDCut:
         for drafts, cost_R in zip(policy.ladder(shapes), cost_ms, strict=True):
             offered_R = np.isin(rows_R, policy.offered(shapes, drafts))
             want_R = np.where(offered_R, rows_R + 0.75, np.inf)
+            want_R[rows_R == slots] += 3.2  # the drafter has to catch up at once
             np.testing.assert_array_equal(cost_R, want_R)
 
 
@@ -106,7 +107,7 @@ def test_a_cheaper_wider_tier_does_not_make_a_narrower_one_look_cheap():
     # A plan names the tier that runs, so each tier has to show its own time.
     table = Recorder(lambda rows, width: 9.0 if rows == 6 else 2.0)
     policy = DCutPolicy(table, widths=(7,), factors=(1.0, 1.5))
-    assert planned_ms(policy, shapes_of(4, 8)).tolist() == [[2.75, 9.75, 2.75]]
+    assert planned_ms(policy, shapes_of(4, 8)).tolist() == [[2.75 + 3.2, 9.75, 2.75]]
 
 
 def test_default_widths_go_as_far_as_the_block():
@@ -142,7 +143,7 @@ def test_steps_without_a_plan_cost_no_planning():
     shapes = shapes_of(4, 8)
     policy = DCutPolicy(Recorder(lambda rows, width: float(rows)))
     costs = policy.costs(shapes, policy.measured(shapes, 0.0))
-    assert costs.plain_ms == 4.0
+    assert costs.plain_ms == 4.0 + 0.8  # and what its context costs later
     assert costs.full_M.tolist() == [16.25, 32.25]
     none = replace(policy, plain=False, bypass=False)
     costs = none.costs(shapes, none.measured(shapes, 0.0))
@@ -159,6 +160,18 @@ def test_a_correction_reaches_every_step_that_runs_the_work():
     np.testing.assert_array_equal(dear.planned_MR[0], costs.planned_MR[0])
     np.testing.assert_array_equal(dear.planned_MR[1], costs.planned_MR[1] + 1)
     assert (dear.full_M - costs.full_M).tolist() == [0, 1]
+
+
+def test_a_policy_of_no_known_fairness():
+    with pytest.raises(ValueError, match="fairness 'max-min' is unknown"):
+        replace(unmeasured(), fairness="max-min")
+
+
+def test_the_papers_objective_cannot_choose_a_width():
+    plans_only = {"plain": False, "bypass": False, "objective": "paper"}
+    with pytest.raises(ValueError, match="knows no choice of widths"):
+        replace(unmeasured(), **plans_only)
+    replace(unmeasured(), widths=(7,), **plans_only)
 
 
 def test_patience_is_at_least_a_step():

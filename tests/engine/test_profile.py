@@ -7,7 +7,8 @@ import time
 import numpy as np
 import pytest
 
-from dcut_jax.cost.table import CostError, CostTable
+from dcut_jax.cost.table import KEY_PARTS, CostError, CostTable
+from dcut_jax.decode.defer import CATCH_UPS
 from dcut_jax.decode.pack import layout
 from dcut_jax.decode.steps import StepShapes
 from dcut_jax.engine import profile as profile_module
@@ -75,16 +76,18 @@ class TestProfile:
             (SLOTS, lay.rows, lay.width, at) for lay in policy.layouts(shapes)
         }
         assert set(measured.plan) == {(SLOTS,)}
+        assert set(measured.catch_up) == {(SLOTS, steps) for steps in CATCH_UPS}
 
     def test_raw_samples_are_kept(self, measured, here):
-        for cells in (measured.draft, measured.verify, measured.plan):
+        for cells in (getattr(measured, kind) for kind in KEY_PARTS):
             for samples in cells.values():
                 assert len(samples) == ROUNDS
                 assert all(0 < ms < 60_000 for ms in samples)
         assert measured.fingerprint == here
 
     def test_progress_is_told(self, measured, progress):
-        steps = len(measured.draft) + len(measured.verify) + len(measured.plan)
+        kinds = (measured.draft, measured.verify, measured.plan, measured.catch_up)
+        steps = sum(map(len, kinds))
         total = ROUNDS * steps
         label = f"batch 4, context {CONFIG.max_length - 1}"
         assert progress == [(label, i, total) for i in range(1, total + 1)]

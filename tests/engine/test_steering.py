@@ -5,8 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from dcut_jax.cost.online import Correction
 from dcut_jax.cut.width import Choice
 from dcut_jax.decode.compile import Compiler
+from dcut_jax.engine import steering as steering_module
 from dcut_jax.engine.engine import Engine, EngineConfig
 from dcut_jax.engine.policy import (
     DCutPolicy,
@@ -174,23 +176,33 @@ class TestWeights:
 
 
 class TestDeadline:
+    @pytest.fixture(autouse=True)
+    def as_fast_as_the_table_says(self, monkeypatch):
+        monkeypatch.setattr(Correction, "slowdown", 1.0)
+
     def test_no_step_is_longer_than_the_tightest_wish(self, build):
         def verify_ms(lay):
-            return 8.0 + 0.001 * lay.rows
+            return 7.9 if lay.rows <= 24 else 8.12
 
         requests = [Request(p, 40) for p in (*EASY, EASY[0])]
         free = build(verify_ms)
         free.generate(requests)
-        assert max(r.rows for r in free.records) > 16
-        requests[1] = replace(requests[1], tpot_ms=8.02)
+        assert max(r.rows for r in free.records) == 32
+        requests[1] = replace(requests[1], tpot_ms=8.1)
         tight = build(verify_ms)
         tight.generate(requests)
-        assert max(r.rows for r in tight.records) <= 16
+        assert max(r.rows for r in tight.records) <= 24
 
     def test_a_wish_that_no_step_can_meet_gets_the_shortest(self, build):
         engine = build(wide_is_free)
         engine.generate([Request(p, 20, tpot_ms=1.0) for p in EASY])
         assert {r.rows for r in engine.records} == {SLOTS}
+
+    def test_a_slow_machine_has_less_time(self, build, monkeypatch):
+        monkeypatch.setattr(Correction, "slowdown", 1.25)
+        engine = build(lambda lay: 7.9 if lay.rows <= 24 else 8.12)
+        engine.generate([Request(p, 40, tpot_ms=10.0) for p in EASY])
+        assert max(r.rows for r in engine.records) <= 24
 
 
 class TestCorrection:
@@ -224,7 +236,8 @@ class TestCorrection:
             engine.admit(engine.prefill(Request(prompt, 60)))
         engine.step()
         engine.step()
-        assert not seen or seen[0].keys() >= {verify_work(engine_layout(engine))}
+        assert len(seen) == 1
+        assert seen[0].keys() >= {draft_work(engine.records[-1].width)}
         engine.prefill(Request(HARD, 5))
         before = len(seen)
         engine.step()
@@ -244,11 +257,6 @@ class TestCorrection:
         assert kinds[-1] == ["draft", "plan", "verify"]
         last = engine.records[-1]
         assert draft_work(last.width) in seen[-1]
-
-
-def engine_layout(engine):
-    record = engine.records[-1]
-    return engine.policy.layout(engine.shapes, record.width, record.rows)
 
 
 class TestBypass:
@@ -290,6 +298,9 @@ def halting_after(count):
 @pytest.mark.parametrize("requests", [1, 4])
 def test_a_plan_whose_request_was_halted_teaches_nothing(build, requests):
     engine = build(wide_is_free, plain=False, bypass=False)
+    looks = []
+    look = engine.steering.look
+    engine.steering.look = lambda *seen: (looks.append(seen), look(*seen))
     texts = (EASY * 4)[:requests]
     for _ in range(3):  # one after another, without a reset in between
         running = [
@@ -304,3 +315,48 @@ def test_a_plan_whose_request_was_halted_teaches_nothing(build, requests):
     taught = [r for r in engine.records if r.teaches]
     assert raw.count_X.sum() == calibrated.count_X.sum() == sum(r.kept for r in taught)
     assert raw.survived_X.sum() == sum(r.accepted for r in taught)
+    # The last plan of each round has nobody left to decode for.
+    assert [len(weight_B) for _, weight_B in looks] == [r.active for r in taught]
+
+
+class Clock:
+    """Stands in for time: it moves when work is dispatched, by a known amount."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+
+@pytest.mark.parametrize("phases", [False, True])
+def test_all_work_is_timed_from_before_it_is_dispatched(build, monkeypatch, phases):
+    engine = build(wide_is_free, correct=True, plain=False, bypass=False)
+    clock, seen = Clock(), []
+    monkeypatch.setattr(steering_module, "time", clock)
+    engine.steering.correction.observe = lambda work, ms: seen.append((len(work), ms))
+    compiler = engine.compiler
+
+    def ticking(name):
+        look_up = getattr(compiler, name)
+
+        def look_up_slow(*key):
+            run = look_up(*key)
+
+            def slow(*args):
+                clock.now += 1.0
+                return run(*args)
+
+            return slow
+
+        monkeypatch.setattr(compiler, name, look_up_slow)
+
+    for name in ("draft", "decide", "verify"):
+        ticking(name)
+    for prompt in EASY:
+        engine.admit(engine.prefill(Request(prompt, 60)))
+    engine.time_phases = phases
+    for _ in range(6):
+        engine.step()
+    # Where phases are waited for one by one nothing is learned of costs.
+    assert seen[-1:] == ([] if phases else [(3, 3000.0)])
