@@ -308,7 +308,8 @@ def plot_reliability(result: BenchResult, arm: str, path: Path) -> None:
         axes.scatter(x, y, s=sizes, alpha=0.8, **style)
     axes.set_xlabel("predicted survival of verified drafts", color=INK)
     axes.set_ylabel("share that survived", color=INK)
-    axes.set_title(f"{arm_name(arm)}: {_title(result)}", fontsize=9, color=INK)
+    title = f"{arm_name(arm)}: chances and outcomes\n{_title(result)}"
+    axes.set_title(title, loc="left", fontsize=9, color=INK)
     axes.grid(color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
