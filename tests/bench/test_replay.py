@@ -106,7 +106,7 @@ def test_ours_keeps_up_with_the_published_policy_on_the_mixture_of_experts():
     """Of what that policy yields here; choosing a width costs a little where it is hard
     to say which is best."""
     ours, other = (r.geometric_mean(cells(n, MOE)) for n in (r.OURS, r.DCUT_16))
-    assert ours >= 0.97 * other
+    assert ours >= 0.99 * other
 
 
 @pytest.fixture(scope="module")
