@@ -20,7 +20,7 @@ from dcut_jax.engine.load import (
 from dcut_jax.engine.policy import ArPolicy, DCutPolicy, FixedPolicy, Policy
 from dcut_jax.engine.profile import default_directory
 from dcut_jax.engine.requests import Completion, Halt, Request
-from dcut_jax.prompts import load_prompts
+from dcut_jax.prompts import is_unicode, load_prompts
 from dcut_jax.stops import StopStrings
 
 Mode = Literal["ar", "fixed", "dcut"]
@@ -225,6 +225,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         texts = args.prompt or [read_input()]
         if not all(texts):
             raise ValueError("expected a prompt, found an empty text; give one")
+        if not all(map(is_unicode, texts)):
+            raise ValueError(
+                f"expected prompts in Unicode, found bytes that are none in "
+                f"{ascii(next(t for t in texts if not is_unicode(t)))}; correct them"
+            )
         conversations = [[{"role": "user", "content": t}] for t in texts]
     pair = load_pair(args.target, args.drafter, args.dtype, args.draft_dtype)
     text = pair.target.text()
@@ -258,12 +263,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.logprobs:
             data = {"tokens": result.tokens, "logprobs": result.logprobs}
             print(json.dumps(data))
-        if result.steps:
-            print(
-                f"[{len(result.tokens)} tokens, {result.steps} steps, "
-                f"{result.mean_accepted_length:.2f} tokens a step, {result.finish}]",
-                file=sys.stderr,
-            )
+        rate = f"{result.mean_accepted_length:.2f} tokens a step, "
+        print(
+            f"[{len(result.tokens)} tokens, {result.steps} steps, "
+            f"{rate if result.steps else ''}{result.finish}]",
+            file=sys.stderr,
+        )
     return 0
 
 

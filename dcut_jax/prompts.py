@@ -125,8 +125,8 @@ def _messages(raw: Mapping[str, Any], where: str) -> tuple[Mapping[str, str], ..
     if not fine or not messages:
         raise PromptError(
             f"{where}: expected `prompt` to be a text, or `messages` a list of objects "
-            f"with the texts `role` and `content`, none of them empty, found "
-            f"{_shorten(given)}; correct or drop this line"
+            f"with the texts `role` and `content`, in Unicode and none of them empty, "
+            f"found {_shorten(given)}; correct or drop this line"
         )
     return tuple({"role": m["role"], "content": m["content"]} for m in messages)
 
@@ -135,7 +135,14 @@ def _is_message(message: Any) -> bool:
     if not isinstance(message, dict):
         return False
     texts = (message.get("role"), message.get("content"))
-    return all(isinstance(text, str) and text.strip() for text in texts)
+    return all(
+        isinstance(text, str) and text.strip() and is_unicode(text) for text in texts
+    )
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text is one: bytes that are none reach Python as lone surrogates."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _shorten(value: Any) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from dcut_jax.engine.requests import Halt
+from dcut_jax.prompts import is_unicode
 from dcut_jax.weights.tokenizer import TextTokenizer
 
 _BROKEN = "\ufffd"  # how bytes are decoded that are no character, or not yet
@@ -28,10 +29,11 @@ class StopStrings:
                 f"expected stop strings of at least one character, found "
                 f"{list(strings)}; leave them out to decode without"
             )
-        if any(_BROKEN in s for s in strings):
+        if any(_BROKEN in s or not is_unicode(s) for s in strings):
             raise ValueError(
-                "expected stop strings without U+FFFD, which stands for bytes that are "
-                "no character; found one in " + ", ".join(map(repr, strings))
+                "expected stop strings in Unicode and without U+FFFD, which stands for "
+                f"bytes that are no character; found {', '.join(map(ascii, strings))}; "
+                "no text ever holds it, so leave it out"
             )
         self.text = text
         self.strings = tuple(strings)

@@ -482,7 +482,7 @@ def _row(ratios: Sequence[float]) -> list[str]:
 
 
 def run_replay(command: str, out: Path) -> int:
-    """Replays, writes the record, prints it and the tables; returns the status."""
+    """Replays, writes the record, prints the tables; returns the status."""
     out.mkdir(parents=True, exist_ok=True)
     with bar("replaying", cell_count()) as update:
         result = replay(command, update)
@@ -490,5 +490,4 @@ def run_replay(command: str, out: Path) -> int:
     path.write_text(result.to_json() + "\n")
     print(render(result))
     print(f"wrote {path}")
-    print(result.to_json())
     return 0

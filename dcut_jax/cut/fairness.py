@@ -12,6 +12,8 @@ Fairness = Literal["equal", "proportional"]
 _RATE = 1 / 32
 # Tokens per step of a request that is new; every step yields one at least.
 _NEW_RATE = 1.0
+# A smaller share of the largest weight would be no number above 0 in float32.
+_LEAST = 1e-30
 
 
 @dataclass
@@ -55,7 +57,8 @@ def weights(
         raise ValueError(
             f"fairness {fairness!r} is unknown; choose equal or proportional"
         )
-    return (weight_B / weight_B.max(initial=0.0)).astype(np.float32)
+    share_B = weight_B / weight_B.max(initial=0.0)
+    return np.maximum(share_B, _LEAST).astype(np.float32)
 
 
 def jain_index(rate_B: Sequence[float]) -> float:

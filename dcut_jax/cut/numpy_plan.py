@@ -53,12 +53,14 @@ def plan_numpy(
     check_inputs(survival_BK, active_B, rows_R, cost_ms_R)
     check_options(objective, ratios, tiers=rows_R.size)
 
-    weight_B = np.ones(active_B.shape) if weight_B is None else np.asarray(weight_B)
+    if weight_B is None:
+        weight_B = np.ones(active_B.shape)
+    weight_B = np.asarray(weight_B, np.float32)
     due_B = np.zeros_like(active_B) if due_B is None else np.asarray(due_B, bool)
     check_requests(active_B, weight_B, due_B)
 
     active = int(active_B.sum())
-    value_BK = survival_BK + np.log(weight_B.astype(np.float32))[:, None]
+    value_BK = survival_BK + np.log(weight_B)[:, None]
     due_B = due_B & active_B & ~np.isnan(value_BK[:, 0])
     rank_BK = value_BK
     if due_B.any():
@@ -133,10 +135,16 @@ def check_inputs(
     cost_ms_R: np.ndarray,
 ) -> None:
     """Raises for arrays that no plan can be made from."""
-    if survival_BK.ndim != 2 or active_B.shape != survival_BK.shape[:1]:
+    fits = survival_BK.ndim == 2 and active_B.shape == survival_BK.shape[:1]
+    if not fits or survival_BK.shape[1] < 1:
         raise ValueError(
-            f"expected log_survival_BK [B, K] and active_B [B], got "
+            f"expected log_survival_BK [B, K], K >= 1, and active_B [B], got "
             f"{survival_BK.shape} and {active_B.shape}"
+        )
+    if (survival_BK > 0).any():
+        raise ValueError(
+            f"expected logs of survivals, at most 0, got {np.nanmax(survival_BK)}; "
+            f"pass np.log of the chances, summed along each request"
         )
     if rows_R.ndim != 1 or not rows_R.size or cost_ms_R.shape != rows_R.shape:
         raise ValueError(

@@ -146,6 +146,16 @@ class DCutPolicy:
                 "the paper's objective knows no choice of widths; give it one, or "
                 "start from DCutPolicy.published()"
             )
+        if self.objective not in get_args(Objective):
+            raise ValueError(
+                f"objective {self.objective!r} is unknown; choose one of "
+                f"{get_args(Objective)}"
+            )
+        if self.backend not in get_args(Backend):
+            raise ValueError(
+                f"backend {self.backend!r} is unknown; choose one of "
+                f"{get_args(Backend)}"
+            )
         if self.fairness not in get_args(Fairness):
             raise ValueError(
                 f"fairness {self.fairness!r} is unknown; choose one of "

@@ -255,8 +255,8 @@ def cost_table(
       measure_missing: measures this batch size where the store lacks it; None refuses.
 
     Raises:
-      CostError: the stored table is another machine's, or there is none and measuring
-        is not allowed.
+      CostError: the stored table is another machine's, there is none and measuring is
+        not allowed, or there is no place to keep one.
     """
     path = table_path(directory, here)
     stored = CostTable.load(path).require(here) if path.exists() else None
@@ -268,6 +268,13 @@ def cost_table(
             f"{'not all its costs' if stored else 'no file'}; measure one with "
             f"`python -m dcut_jax.profile`"
         )
+    try:  # before a minute of measuring
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CostError(
+            f"expected a folder for cost tables at {directory}, found {error}; name "
+            f"another"
+        ) from error
     fresh = measure_missing()
     table = stored.merged(fresh) if stored else fresh
     table.save(path)

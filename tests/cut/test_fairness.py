@@ -50,3 +50,8 @@ def test_a_rate_follows_what_steps_gave():
 def test_jain():
     assert jain_index([2.0, 2.0, 2.0]) == pytest.approx(1.0)
     assert jain_index([1.0, 0.0, 0.0, 0.0]) == pytest.approx(0.25)
+
+
+def test_no_weight_is_lost_beside_a_far_larger_one():
+    got = weights("equal", [1e-300, 1.0], [1.0, 1.0])
+    assert got[0] > 0

@@ -166,3 +166,15 @@ def test_weights_that_are_none_are_refused(options, message):
     args = (np.zeros((2, 1), np.float32), [True, True], [2, 4], [1.0, 2.0])
     with pytest.raises(ValueError, match=message):
         plan_numpy(*args, **options)
+
+
+@pytest.mark.parametrize(
+    ("logs_BK", "message"),
+    [
+        (np.zeros((2, 0)), "K >= 1"),
+        (np.full((2, 3), 0.5), "pass np.log of the chances"),
+    ],
+)
+def test_what_is_no_log_survival_is_refused(logs_BK, message):
+    with pytest.raises(ValueError, match=message):
+        plan_numpy(logs_BK, [True, True], [2, 8], [1.0, 2.0])
