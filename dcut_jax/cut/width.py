@@ -245,7 +245,9 @@ class WidthChooser:
             if choice == best or choice not in promises:
                 continue
             promise = promises[choice]
-            behind = 1 - promise.per_ms / promises[best].per_ms
+            # Nothing is known of the best if it was never looked at, nor then lost.
+            most = promises[best].per_ms
+            behind = 1 - promise.per_ms / most if most > 0 else 0.0
             loss_ms = promise.ms * max(behind, 0.0)
             # Each has its own budget: a cheap probe takes nothing from a dear one. It
             # holds one probe, so that no burst follows a long calm spell.

@@ -225,6 +225,19 @@ class TestCap:
         assert not np.isfinite(capped.planned_MR).any()
         assert np.isfinite(capped.full_M).tolist() == [True, False, False]
 
+    def test_a_width_never_looked_at_may_be_all_there_is(self):
+        chooser = WidthChooser(WIDTHS, probe_every=1)
+        gain_MR, costs = world({3: 1.0, 7: 1.0, 15: 1.0})
+        narrow_MR = np.where(np.arange(3)[:, None] == 0, gain_MR, np.nan)
+        for _ in range(8):
+            chooser.look(
+                requests=4, anchors=4.0, gain_MR=narrow_MR, full_M=narrow_MR[:, 1]
+            )
+        wide_MR = costs.planned_MR.copy()
+        wide_MR[0] = np.inf
+        wide = StepCosts(np.inf, wide_MR, np.full(3, np.inf))
+        assert chooser.next(wide).width in (7, 15)
+
     def test_without_a_cap_nothing_changes(self):
         _, costs = world({3: 1.0, 7: 1.0, 15: 1.0})
         same = costs.within(np.inf)

@@ -8,22 +8,15 @@ from dcut_jax.cost.table import CostTable
 from dcut_jax.cut.calibration import auc, ece
 from dcut_jax.decode.defer import CATCH_UPS
 from dcut_jax.engine.engine import Engine, EngineConfig
-from dcut_jax.engine.load import load_pair
 from dcut_jax.engine.policy import DCutPolicy
 from dcut_jax.engine.requests import Request
 from dcut_jax.prompts import load_prompts
-from dcut_jax.weights.load import SMOLLM2
 
 SLOTS, STEPS, NEW_TOKENS = 16, 200, 96
 SHOWN = 300  # with fewer, what is told from ten bins is mostly noise
 ENOUGH = 0.03
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def pair():
-    return load_pair(SMOLLM2, None, "float32", "bfloat16")
 
 
 def requests_of(pair, name, count):

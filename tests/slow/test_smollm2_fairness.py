@@ -10,20 +10,13 @@ from dcut_jax.cut.fairness import jain_index
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.decode.defer import CATCH_UPS
 from dcut_jax.engine.engine import Engine, EngineConfig
-from dcut_jax.engine.load import load_pair
 from dcut_jax.engine.policy import DCutPolicy
 from dcut_jax.engine.requests import Request
 from dcut_jax.prompts import load_prompts
-from dcut_jax.weights.load import SMOLLM2
 
 SLOTS, HARD, STEPS, NEW_TOKENS, PATIENCE = 16, 4, 150, 96, 32
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def pair():
-    return load_pair(SMOLLM2, None, "float32", "bfloat16")
 
 
 def planner(shapes, fairness):

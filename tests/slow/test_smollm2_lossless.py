@@ -10,21 +10,14 @@ from dcut_jax.cost.table import CostTable
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.decode.defer import CATCH_UPS
 from dcut_jax.engine.engine import Engine, EngineConfig
-from dcut_jax.engine.load import load_pair
 from dcut_jax.engine.policy import ArPolicy, FixedPolicy, unmeasured
 from dcut_jax.engine.requests import Request
 from dcut_jax.prompts import load_prompts
-from dcut_jax.weights.load import SMOLLM2
 
 PROMPTS, NEW_TOKENS, NEAR_TIE = 64, 96, 1e-4
 REFERENCE_BATCH = 16
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def pair():
-    return load_pair(SMOLLM2, None, "float32", "bfloat16")
 
 
 @pytest.fixture(scope="module")
