@@ -63,6 +63,18 @@ class Promise(NamedTuple):
     ms: float
 
 
+class _Charge(NamedTuple):
+    """A probe that was paid for and whose outcome is not known yet."""
+
+    promise: Promise
+    best_per_ms: float  # what the best choice would have yielded
+    loss_ms: float
+
+    def refund(self, worth: float) -> float:
+        """What was charged too much, ms, for a step that yielded `worth` an anchor."""
+        return self.loss_ms - (self.promise.ms - worth / self.best_per_ms)
+
+
 class _Looks:
     """What planned steps could have gained at one width, per anchor; the newest ones.
 
@@ -155,7 +167,9 @@ class WidthChooser:
     The widest width is looked at first; it shows all. After that the best step runs,
     and now and then a planned step of a width that has drafted none for long.
     Probes are paid for from a fixed share of the time, an equal part for each width, so
-    one that costs much is rare. Only the narrowest is never left out for longer than
+    one that costs much is rare. Each is charged what it is expected to lose, and once its
+    outcome is known what it did: promises err, and what they err by would otherwise be
+    lost again and again. Only the narrowest is never left out for longer than
     eight times `probe_every` steps.
 
     Attributes:
@@ -177,6 +191,7 @@ class WidthChooser:
     _looked: dict[int, int] = field(default_factory=dict)
     _step: int = 0
     _budget_ms: dict[int, float] = field(default_factory=dict)
+    _charged: dict[int, _Charge] = field(default_factory=dict)
     _known: "tuple[StepCosts, dict[Choice, Promise]] | None" = None
     _news: int = 0
 
@@ -238,15 +253,15 @@ class WidthChooser:
         self, step: int, best: Choice, promises: dict[Choice, Promise]
     ) -> Choice | None:
         """A planned step of a width that is due and paid for."""
+        # Nothing is known of the best if it was never looked at, nor then lost.
+        most = promises[best].per_ms
         earned_ms = self.probe_share * promises[best].ms / len(self.drafting)
-        due = []
+        due: dict[Choice, _Charge] = {}
         for width in self.drafting:
             choice = Choice(width, planned=True)
             if choice == best or choice not in promises:
                 continue
             promise = promises[choice]
-            # Nothing is known of the best if it was never looked at, nor then lost.
-            most = promises[best].per_ms
             behind = 1 - promise.per_ms / most if most > 0 else 0.0
             loss_ms = promise.ms * max(behind, 0.0)
             # Each has its own budget: a cheap probe takes nothing from a dear one. It
@@ -257,11 +272,13 @@ class WidthChooser:
             longest = self.probe_every * _LONGEST_SPELL
             forced = width == self.drafting[0] and waited >= longest
             if forced or (waited >= self.probe_every and budget_ms >= loss_ms):
-                due.append(choice)
+                due[choice] = _Charge(promise, most, loss_ms)
         if not due:
             return None
         probe = min(due, key=lambda c: self._looked.get(c.width, -1))
-        self._budget_ms[probe.width] = 0.0
+        self._budget_ms[probe.width] -= due[probe].loss_ms
+        if most > 0:
+            self._charged[probe.width] = due[probe]
         return probe
 
     def promises(self, costs: StepCosts) -> dict[Choice, Promise]:
@@ -364,6 +381,9 @@ class WidthChooser:
           predicted: drafts that its plan expected to be accepted; None without one.
           accepted: drafts that were.
         """
+        if choice.planned and choice.width in self._charged:
+            refund_ms = self._charged.pop(choice.width).refund(1 + accepted / requests)
+            self._budget_ms[choice.width] += refund_ms
         if predicted is None:
             predicted = requests * self._full_gain(choice.width)
         if predicted > 0:
