@@ -167,10 +167,10 @@ class WidthChooser:
     The widest width is looked at first; it shows all. After that the best step runs,
     and now and then a planned step of a width that has drafted none for long.
     Probes are paid for from a fixed share of the time, an equal part for each width, so
-    one that costs much is rare. Each is charged what it is expected to lose, and once its
-    outcome is known what it did: promises err, and what they err by would otherwise be
-    lost again and again. Only the narrowest is never left out for longer than
-    eight times `probe_every` steps.
+    one that costs much is rare. Each is charged what it is expected to lose, and once
+    its outcome is known what it did: promises err, and what they err by would otherwise
+    be lost again and again. Only the narrowest is never left out for longer than eight
+    times `probe_every` steps.
 
     Attributes:
       widths: the ladder, rising. With 0 in it, a step may draft nothing.

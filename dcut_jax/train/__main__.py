@@ -18,9 +18,10 @@ import jax.numpy as jnp
 
 from dcut_jax.cli import DTYPES, bar, positive, run
 from dcut_jax.train import collect
+from dcut_jax.train.config import read_config
 from dcut_jax.train.data import DatasetError, DatasetWriter
 from dcut_jax.train.export import export
-from dcut_jax.train.loop import make_trainer, read_config
+from dcut_jax.train.loop import make_trainer
 from dcut_jax.weights.dflash import default_taps
 from dcut_jax.weights.load import SMOLLM2, Target, load_target
 

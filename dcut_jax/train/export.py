@@ -14,17 +14,15 @@ import jax.numpy as jnp
 
 from dcut_jax.config import ConfigError
 from dcut_jax.files import write_text
-from dcut_jax.train.data import Dataset, DatasetError
-from dcut_jax.train.loop import (
+from dcut_jax.train.checkpoints import checkpoints, restore
+from dcut_jax.train.config import (
     CONFIG,
-    checkpoints,
     config_from_json,
-    init_state,
     make_drafter_config,
-    make_optimizer,
     read_run,
-    restore,
 )
+from dcut_jax.train.data import Dataset, DatasetError
+from dcut_jax.train.step import init_state, make_optimizer
 from dcut_jax.weights.dflash import WEIGHTS, save_drafter
 from dcut_jax.weights.load import Target, load_target
 

@@ -8,330 +8,41 @@ import dataclasses
 import json
 import signal
 import time
-import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-import orbax.checkpoint as ocp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
-from dcut_jax.config import ConfigError, DrafterConfig, LayerType, ModelConfig
+from dcut_jax.config import ConfigError, ModelConfig
 from dcut_jax.files import write_text
-from dcut_jax.models import drafter, params
 from dcut_jax.models.dense import head_VE
+from dcut_jax.train.checkpoints import checkpoints, restore, save
+from dcut_jax.train.config import (
+    CONFIG,
+    TrainConfig,
+    check_same_run,
+    make_drafter_config,
+)
 from dcut_jax.train.data import (
     Dataset,
     DatasetError,
-    differences,
     documents_of_step,
     draw_blocks,
 )
-from dcut_jax.train.loss import Blocks, Shortlist, block_loss, block_matches
-from dcut_jax.weights.dflash import check_pair, default_taps, load_drafter
+from dcut_jax.train.loss import block_matches
+from dcut_jax.train.shortlist import make_shortlist
+from dcut_jax.train.step import compiled_step, init_state, make_optimizer
+from dcut_jax.weights.dflash import load_drafter
 from dcut_jax.weights.load import load_target
-
-CONFIG = "config.json"
-# What a run may be resumed with other values of: where things lie, and how often it
-# says and saves something.
-MAY_CHANGE = {"data", "out", "init", "log_every", "eval_every", "save_every"}
-
-
-POSITIVE = (
-    *("layers", "taps", "block", "docs", "anchors", "length", "steps"),
-    *("log_every", "eval_every", "eval_anchors", "save_every"),
-)
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """One training run; the fields are the keys of its TOML file.
-
-    Attributes:
-      target: as `weights.load.load_target` takes it.
-      data: a dataset directory (`train.data`), with features.
-      out: directory of the run: checkpoints, log.
-      mask_token: an unused row of the target's embedding.
-      init: an exported drafter to start from; empty for random parameters. Keep the
-        seed of the run that made it, or it has trained on what is now held out.
-      layers: of the drafter; heads and widths are the target's.
-      target_layers: taps; empty for `taps` of them evenly spaced.
-      block: full block, anchor included.
-      docs, anchors: documents of a step, and blocks of each.
-      length: tokens of a document that are used.
-      widths, width_weights: drafts per block, drawn anew each step.
-      gamma: slot `k` weighs `exp(-(k - 1) / gamma)`.
-      shortlist: words of the softmax in training; 0 for the whole vocabulary.
-      shortlist_frequent: how many of them are the dataset's most frequent; those
-        beyond these and the labels are drawn at random.
-      compute_dtype: what products read; parameters and sums are float32.
-      steps: length of the run; fixed once begun, for the learning rate follows a
-        cosine over them.
-      eval_fraction: of the prompts, drawn by a hash of seed and prompt, whose
-        documents are held out. So a document that is held out stays so however the
-        dataset grows, and no prompt is on both sides.
-      eval_docs: how many of the held-out documents are evaluated, at most: those with
-        the smallest hashes, so a dataset that grows may change which.
-    """
-
-    # Where things lie makes no difference to what is compiled.
-    target: str = field(compare=False)
-    data: str = field(compare=False)
-    out: str = field(compare=False)
-    mask_token: int
-    init: str = field(default="", compare=False)
-    layers: int = 3
-    target_layers: tuple[int, ...] = ()
-    taps: int = 5
-    block: int = 16
-    seed: int = 0
-    docs: int = 8
-    anchors: int = 32
-    length: int = 384
-    widths: tuple[int, ...] = (15,)
-    width_weights: tuple[float, ...] = (1.0,)
-    gamma: float = 7.0
-    shortlist: int = 0
-    shortlist_frequent: int = 0
-    compute_dtype: str = "bfloat16"
-    steps: int = 10_000
-    lr: float = 6e-4
-    warmup: float = 0.04
-    clip: float = 1.0
-    log_every: int = 20
-    eval_every: int = 500
-    eval_fraction: float = 0.05
-    eval_docs: int = 64
-    eval_anchors: int = 16
-    save_every: int = 500
-
-    def __post_init__(self) -> None:
-        for name in POSITIVE:
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(
-                    f"{name} must be a whole number of at least 1; found {value!r}"
-                )
-        if len(self.widths) != len(self.width_weights):
-            raise ConfigError(
-                f"{len(self.widths)} widths and {len(self.width_weights)} weights"
-            )
-        if not all(1 <= w < self.block for w in self.widths):
-            raise ConfigError(
-                f"widths {list(self.widths)} must lie in 1..{self.block - 1}, the "
-                f"drafts of a block of {self.block}"
-            )
-        if self.shortlist_frequent > self.shortlist:
-            raise ConfigError(
-                f"shortlist_frequent {self.shortlist_frequent} exceeds shortlist "
-                f"{self.shortlist}"
-            )
-        if not 0 <= self.eval_fraction < 1:
-            raise ConfigError(
-                f"eval_fraction {self.eval_fraction} must lie in 0..1, 1 excluded"
-            )
-
-
-def read_config(
-    path: str | Path, overrides: dict[str, Any] | None = None
-) -> TrainConfig:
-    """Reads a run's TOML file.
-
-    Raises:
-      ConfigError: a key is unknown or missing, or a value is out of range.
-    """
-    try:
-        raw = tomllib.loads(Path(path).read_text()) | (overrides or {})
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from error
-    return config_from_json(raw, str(path))
-
-
-def config_from_json(raw: dict[str, Any], path: str) -> TrainConfig:
-    """A config from the keys of its file.
-
-    Raises:
-      ConfigError: a key is unknown or missing, or a value is out of range.
-    """
-    fields = {f.name: f for f in dataclasses.fields(TrainConfig)}
-    unknown = sorted(raw.keys() - fields.keys())
-    if unknown:
-        raise ConfigError(
-            f"{path}: unknown keys {', '.join(unknown)}; known: {', '.join(fields)}"
-        )
-    missing = sorted(
-        n
-        for n, f in fields.items()
-        if f.default is dataclasses.MISSING and n not in raw
-    )
-    if missing:
-        raise ConfigError(f"{path}: keys {', '.join(missing)} are missing")
-    values: dict[str, Any] = {
-        k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()
-    }
-    return TrainConfig(**values)
-
-
-def make_drafter_config(cfg: TrainConfig, target: ModelConfig) -> DrafterConfig:
-    """A drafter with the target's layer shape, full attention throughout.
-
-    Raises:
-      ConfigError: the mask token is outside the target's vocabulary.
-    """
-    full: LayerType = "full_attention"
-    drafter_cfg = DrafterConfig(
-        vocab=target.vocab,
-        embed=target.embed,
-        mlp=target.mlp,
-        layers=cfg.layers,
-        heads=target.heads,
-        kv_heads=target.kv_heads,
-        head_dim=target.head_dim,
-        rope=target.rope,
-        norm_eps=target.norm_eps,
-        block=cfg.block,
-        mask_token=cfg.mask_token,
-        target_layers=cfg.target_layers or default_taps(cfg.taps, target.layers),
-        target_depth=target.layers,
-        layer_types=(full,) * cfg.layers,
-        causal=(False,) * cfg.layers,
-    )
-    check_pair(target, drafter_cfg)
-    return drafter_cfg
-
-
-@flax.struct.dataclass
-class TrainState:
-    """What a checkpoint holds; parameters are the float32 masters."""
-
-    params: Any
-    opt_state: Any
-    step: Int[Array, ""]
-
-
-def make_optimizer(cfg: TrainConfig) -> optax.GradientTransformation:
-    """AdamW without decay, clipped, warmed up, then a cosine to zero."""
-    warmup = max(1, int(cfg.warmup * cfg.steps))
-    schedule = optax.warmup_cosine_decay_schedule(0.0, cfg.lr, warmup, cfg.steps)
-    return optax.chain(
-        optax.clip_by_global_norm(cfg.clip),
-        optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.0),
-    )
-
-
-def init_state(
-    drafter_cfg: DrafterConfig, tx: optax.GradientTransformation, seed: int
-) -> TrainState:
-    """Random parameters; what a layer adds to the residual starts small."""
-    p = params.init(drafter.specs(drafter_cfg), jax.random.key(seed), jnp.float32)
-    shrink = (2 * drafter_cfg.layers) ** -0.5
-    layers = tuple(
-        layer | {n: layer[n] * shrink for n in ("o_HDE", "down_FE")}
-        for layer in p["layers"]
-    )
-    p = p | {"layers": layers}
-    return TrainState(p, tx.init(p), jnp.zeros((), jnp.int32))
-
-
-def train_step(
-    state: TrainState,
-    blocks: Blocks,
-    shortlist: Shortlist | None,
-    *,
-    loss_fn: Callable[[Any, Blocks, Shortlist | None], Float[Array, ""]],
-    tx: optax.GradientTransformation,
-) -> tuple[TrainState, dict[str, Array]]:
-    """One optimiser step."""
-    loss, grads = jax.value_and_grad(loss_fn)(state.params, blocks, shortlist)
-    # Optax relies on implicit promotion, which strict runs forbid.
-    with jax.numpy_dtype_promotion("standard"):
-        updates, opt_state = tx.update(grads, state.opt_state, state.params)
-        new_params = optax.apply_updates(state.params, updates)
-        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
-    return TrainState(new_params, opt_state, state.step + 1), metrics
-
-
-@partial(
-    jax.jit, static_argnames=("cfg", "drafter_cfg", "width"), donate_argnames="state"
-)
-def compiled_step(
-    state: TrainState,
-    embed_VE: Array,
-    head_VE: Array,
-    blocks: Blocks,
-    shortlist: Shortlist | None,
-    *,
-    cfg: TrainConfig,
-    drafter_cfg: DrafterConfig,
-    width: int,
-) -> tuple[TrainState, dict[str, Array]]:
-    """`train_step` of a run; one program per width."""
-
-    def loss_fn(p: Any, blocks: Blocks, shortlist: Shortlist | None) -> Array:
-        return block_loss(
-            p,
-            drafter_cfg,
-            embed_VE,
-            head_VE,
-            blocks,
-            width,
-            cfg.gamma,
-            shortlist,
-            jnp.dtype(cfg.compute_dtype),
-        )
-
-    tx = make_optimizer(cfg)
-    return train_step(state, blocks, shortlist, loss_fn=loss_fn, tx=tx)
-
 
 compiled_matches = jax.jit(
     block_matches, static_argnames=("cfg", "width", "compute_dtype")
 )
-
-
-def make_shortlist(
-    blocks: Blocks,
-    frequent: np.ndarray,
-    size: int,
-    vocab: int,
-    rng: np.random.Generator,
-) -> Shortlist:
-    """The words of one step's softmax: its labels, frequent words, random others.
-
-    Raises:
-      ConfigError: the step's tokens alone are more than `size`.
-    """
-    sure = np.zeros(vocab, bool)
-    sure[np.asarray(blocks.token_NS)] = True
-    sure[frequent] = True
-    words = np.flatnonzero(sure)
-    if len(words) > size:
-        # Frequent words that are not labels give way.
-        sure[:] = False
-        sure[np.asarray(blocks.token_NS)] = True
-        words = np.flatnonzero(sure)
-        if len(words) > size:
-            raise ConfigError(
-                f"a step has {len(words)} different tokens; shortlist {size} is too "
-                f"small for them"
-            )
-    others = np.flatnonzero(~sure)
-    drawn = rng.choice(others, size - len(words), replace=False)
-    bias = np.zeros(size, np.float32)
-    if len(drawn):
-        bias[len(words) :] = np.log(len(others) / len(drawn))
-    words = np.concatenate([words, drawn]).astype(np.int32)
-    place = np.zeros(vocab, np.int32)
-    place[words] = np.arange(size, dtype=np.int32)
-    return Shortlist(words, place, bias)  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -533,6 +244,11 @@ class Trainer:
             manager.wait_until_finished()
 
 
+def format_record(entry: dict[str, Any]) -> str:
+    """One line for people."""
+    return "  ".join(f"{k} {v}" for k, v in entry.items())
+
+
 def split(data: Dataset, cfg: TrainConfig) -> tuple[np.ndarray, np.ndarray]:
     """Documents to train on, and those to evaluate, which are apart from them.
 
@@ -557,76 +273,6 @@ def split(data: Dataset, cfg: TrainConfig) -> tuple[np.ndarray, np.ndarray]:
         )
     evaluated = usable[held][np.argsort(draw[held])][: cfg.eval_docs]
     return usable[~held], evaluated
-
-
-def read_run(path: Path) -> dict[str, Any]:
-    """The config that a run stored.
-
-    Raises:
-      ConfigError: the file is missing, or is not JSON.
-    """
-    if not path.is_file():
-        raise ConfigError(f"{path} does not exist; is this a training run?")
-    try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-
-
-def check_same_run(cfg: TrainConfig, path: Path) -> None:
-    """Refuses to go on with a run that was begun with another config.
-
-    Where things lie, and how often the run logs, evaluates and saves, may differ.
-    Anything else changes what is trained or compared, `steps` too: the learning rate
-    follows a cosine over them.
-
-    Args:
-      path: the config that the run stored.
-
-    Raises:
-      ConfigError: naming each field that differs, with both values.
-    """
-    there = read_run(path)
-    differ = differences(there, json.loads(json.dumps(dataclasses.asdict(cfg))))
-    differ = {name: text for name, text in differ.items() if name not in MAY_CHANGE}
-    if not differ:
-        return
-    why = ""
-    if "steps" in differ:
-        why += "; the learning rate follows a cosine over `steps`"
-    if differ.keys() - there.keys():
-        why += "; what is absent there only the version that began the run can continue"
-    raise ConfigError(
-        f"{path.parent} has a checkpoint of a run with another config; it differs in "
-        f"{', '.join(differ.values())}{why}; go on with the values of {path}, or name "
-        f"another `out`"
-    )
-
-
-def format_record(entry: dict[str, Any]) -> str:
-    """One line for people."""
-    return "  ".join(f"{k} {v}" for k, v in entry.items())
-
-
-def checkpoints(out: Path) -> ocp.CheckpointManager:
-    """Checkpoints of a run; the last two are kept."""
-    options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
-    return ocp.CheckpointManager(out / "checkpoints", options=options)
-
-
-def save(manager: ocp.CheckpointManager, state: TrainState) -> None:
-    """Saves under the state's step."""
-    manager.save(int(state.step), args=ocp.args.StandardSave(state), force=True)
-
-
-def restore(manager: ocp.CheckpointManager, like: TrainState) -> TrainState:
-    """The latest checkpoint, or `like` if there is none."""
-    manager.wait_until_finished()
-    step = manager.latest_step()
-    if step is None:
-        return like
-    abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-    return manager.restore(step, args=ocp.args.StandardRestore(abstract))
 
 
 def make_trainer(cfg: TrainConfig) -> Trainer:

@@ -19,17 +19,12 @@ from dcut_jax.config import ConfigError
 from dcut_jax.models.dense import head_VE
 from dcut_jax.train import loop
 from dcut_jax.train.__main__ import main
+from dcut_jax.train.config import TrainConfig, check_same_run, read_config
 from dcut_jax.train.data import Dataset, DatasetError, DatasetWriter
 from dcut_jax.train.export import describe, versions
-from dcut_jax.train.loop import (
-    TrainConfig,
-    Trainer,
-    check_same_run,
-    make_shortlist,
-    make_trainer,
-    read_config,
-)
+from dcut_jax.train.loop import Trainer, make_trainer
 from dcut_jax.train.loss import Blocks, labels
+from dcut_jax.train.shortlist import make_shortlist
 from dcut_jax.weights.dflash import load_drafter, save_drafter
 from dcut_jax.weights.load import load_target
 

@@ -1,0 +1,224 @@
+"""Settings of a training run: the keys of its TOML file, and the drafter they mean."""
+
+import dataclasses
+import json
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dcut_jax.config import ConfigError, DrafterConfig, LayerType, ModelConfig
+from dcut_jax.train.data import differences
+from dcut_jax.weights.dflash import check_pair, default_taps
+
+CONFIG = "config.json"
+# What a run may be resumed with other values of: where things lie, and how often it
+# says and saves something.
+MAY_CHANGE = {"data", "out", "init", "log_every", "eval_every", "save_every"}
+
+
+POSITIVE = (
+    *("layers", "taps", "block", "docs", "anchors", "length", "steps"),
+    *("log_every", "eval_every", "eval_anchors", "save_every"),
+)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One training run; the fields are the keys of its TOML file.
+
+    Attributes:
+      target: as `weights.load.load_target` takes it.
+      data: a dataset directory (`train.data`), with features.
+      out: directory of the run: checkpoints, log.
+      mask_token: an unused row of the target's embedding.
+      init: an exported drafter to start from; empty for random parameters. Keep the
+        seed of the run that made it, or it has trained on what is now held out.
+      layers: of the drafter; heads and widths are the target's.
+      target_layers: taps; empty for `taps` of them evenly spaced.
+      block: full block, anchor included.
+      docs, anchors: documents of a step, and blocks of each.
+      length: tokens of a document that are used.
+      widths, width_weights: drafts per block, drawn anew each step.
+      gamma: slot `k` weighs `exp(-(k - 1) / gamma)`.
+      shortlist: words of the softmax in training; 0 for the whole vocabulary.
+      shortlist_frequent: how many of them are the dataset's most frequent; those
+        beyond these and the labels are drawn at random.
+      compute_dtype: what products read; parameters and sums are float32.
+      steps: length of the run; fixed once begun, for the learning rate follows a
+        cosine over them.
+      eval_fraction: of the prompts, drawn by a hash of seed and prompt, whose
+        documents are held out. So a document that is held out stays so however the
+        dataset grows, and no prompt is on both sides.
+      eval_docs: how many of the held-out documents are evaluated, at most: those with
+        the smallest hashes, so a dataset that grows may change which.
+    """
+
+    # Where things lie makes no difference to what is compiled.
+    target: str = field(compare=False)
+    data: str = field(compare=False)
+    out: str = field(compare=False)
+    mask_token: int
+    init: str = field(default="", compare=False)
+    layers: int = 3
+    target_layers: tuple[int, ...] = ()
+    taps: int = 5
+    block: int = 16
+    seed: int = 0
+    docs: int = 8
+    anchors: int = 32
+    length: int = 384
+    widths: tuple[int, ...] = (15,)
+    width_weights: tuple[float, ...] = (1.0,)
+    gamma: float = 7.0
+    shortlist: int = 0
+    shortlist_frequent: int = 0
+    compute_dtype: str = "bfloat16"
+    steps: int = 10_000
+    lr: float = 6e-4
+    warmup: float = 0.04
+    clip: float = 1.0
+    log_every: int = 20
+    eval_every: int = 500
+    eval_fraction: float = 0.05
+    eval_docs: int = 64
+    eval_anchors: int = 16
+    save_every: int = 500
+
+    def __post_init__(self) -> None:
+        for name in POSITIVE:
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(
+                    f"{name} must be a whole number of at least 1; found {value!r}"
+                )
+        if len(self.widths) != len(self.width_weights):
+            raise ConfigError(
+                f"{len(self.widths)} widths and {len(self.width_weights)} weights"
+            )
+        if not all(1 <= w < self.block for w in self.widths):
+            raise ConfigError(
+                f"widths {list(self.widths)} must lie in 1..{self.block - 1}, the "
+                f"drafts of a block of {self.block}"
+            )
+        if self.shortlist_frequent > self.shortlist:
+            raise ConfigError(
+                f"shortlist_frequent {self.shortlist_frequent} exceeds shortlist "
+                f"{self.shortlist}"
+            )
+        if not 0 <= self.eval_fraction < 1:
+            raise ConfigError(
+                f"eval_fraction {self.eval_fraction} must lie in 0..1, 1 excluded"
+            )
+
+
+def read_config(
+    path: str | Path, overrides: dict[str, Any] | None = None
+) -> TrainConfig:
+    """Reads a run's TOML file.
+
+    Raises:
+      ConfigError: a key is unknown or missing, or a value is out of range.
+    """
+    try:
+        raw = tomllib.loads(Path(path).read_text()) | (overrides or {})
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+    return config_from_json(raw, str(path))
+
+
+def config_from_json(raw: dict[str, Any], path: str) -> TrainConfig:
+    """A config from the keys of its file.
+
+    Raises:
+      ConfigError: a key is unknown or missing, or a value is out of range.
+    """
+    fields = {f.name: f for f in dataclasses.fields(TrainConfig)}
+    unknown = sorted(raw.keys() - fields.keys())
+    if unknown:
+        raise ConfigError(
+            f"{path}: unknown keys {', '.join(unknown)}; known: {', '.join(fields)}"
+        )
+    missing = sorted(
+        n
+        for n, f in fields.items()
+        if f.default is dataclasses.MISSING and n not in raw
+    )
+    if missing:
+        raise ConfigError(f"{path}: keys {', '.join(missing)} are missing")
+    values: dict[str, Any] = {
+        k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()
+    }
+    return TrainConfig(**values)
+
+
+def make_drafter_config(cfg: TrainConfig, target: ModelConfig) -> DrafterConfig:
+    """A drafter with the target's layer shape, full attention throughout.
+
+    Raises:
+      ConfigError: the mask token is outside the target's vocabulary.
+    """
+    full: LayerType = "full_attention"
+    drafter_cfg = DrafterConfig(
+        vocab=target.vocab,
+        embed=target.embed,
+        mlp=target.mlp,
+        layers=cfg.layers,
+        heads=target.heads,
+        kv_heads=target.kv_heads,
+        head_dim=target.head_dim,
+        rope=target.rope,
+        norm_eps=target.norm_eps,
+        block=cfg.block,
+        mask_token=cfg.mask_token,
+        target_layers=cfg.target_layers or default_taps(cfg.taps, target.layers),
+        target_depth=target.layers,
+        layer_types=(full,) * cfg.layers,
+        causal=(False,) * cfg.layers,
+    )
+    check_pair(target, drafter_cfg)
+    return drafter_cfg
+
+
+def read_run(path: Path) -> dict[str, Any]:
+    """The config that a run stored.
+
+    Raises:
+      ConfigError: the file is missing, or is not JSON.
+    """
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist; is this a training run?")
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+
+
+def check_same_run(cfg: TrainConfig, path: Path) -> None:
+    """Refuses to go on with a run that was begun with another config.
+
+    Where things lie, and how often the run logs, evaluates and saves, may differ.
+    Anything else changes what is trained or compared, `steps` too: the learning rate
+    follows a cosine over them.
+
+    Args:
+      path: the config that the run stored.
+
+    Raises:
+      ConfigError: naming each field that differs, with both values.
+    """
+    there = read_run(path)
+    differ = differences(there, json.loads(json.dumps(dataclasses.asdict(cfg))))
+    differ = {name: text for name, text in differ.items() if name not in MAY_CHANGE}
+    if not differ:
+        return
+    why = ""
+    if "steps" in differ:
+        why += "; the learning rate follows a cosine over `steps`"
+    if differ.keys() - there.keys():
+        why += "; what is absent there only the version that began the run can continue"
+    raise ConfigError(
+        f"{path.parent} has a checkpoint of a run with another config; it differs in "
+        f"{', '.join(differ.values())}{why}; go on with the values of {path}, or name "
+        f"another `out`"
+    )
