@@ -20,7 +20,7 @@ help:
 	@echo "make test     the tests that run on a CPU in minutes"
 	@echo "make check    ruff and mypy, changing nothing"
 	@echo "make style    ruff, changing files"
-	@echo "make parity   tests against torch and transformers, in .venv-parity"
+	@echo "make parity   tests against transformers and dflash, in .venv-parity"
 	@echo "make clean    remove environments, caches and builds; results stay"
 
 bench: .venv/.ready
@@ -62,13 +62,13 @@ endef
 	.venv/bin/python -m pip install --disable-pip-version-check $(DEMO)
 	@touch $@
 
-# torch goes first and alone, at the release parity is checked with: left to the others,
-# the newest would be chosen.
+# torch goes first and alone, then transformers, at the releases that `dflash`, the
+# drafters' reference, was made for: left to the others, the newest would be chosen.
 .venv-parity/.ready: pyproject.toml
-	$(call new_venv,.venv-parity,dcut-jax with torch and transformers)
+	$(call new_venv,.venv-parity,dcut-jax with torch, transformers and dflash)
 	.venv-parity/bin/python -m pip install --disable-pip-version-check torch==2.13.0
 	.venv-parity/bin/python -m pip install --disable-pip-version-check \
-	  -e ".[dev,parity]"
+	  transformers==5.15.0 -e ".[dev,parity]"
 	.venv-parity/bin/python -m pip install --disable-pip-version-check $(DEMO)
 	@touch $@
 

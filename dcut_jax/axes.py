@@ -22,4 +22,14 @@ Names of arrays end in the letters of their dimensions, in order: `logp_BK` is
 
 from typing import Literal
 
-LogicalAxis = Literal["embed", "mlp", "heads", "kv_heads", "head_dim", "vocab", "taps"]
+LogicalAxis = Literal[
+    "embed",
+    "mlp",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "vocab",
+    "taps",
+    "rank",
+    "features",
+]

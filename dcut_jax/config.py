@@ -60,7 +60,10 @@ LayerType = Literal["full_attention", "sliding_attention"]
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """A DFlash v1 drafter (arXiv 2602.06036; layout of the z-lab checkpoints).
+    """A DFlash v1 drafter (arXiv 2602.06036), with DSpark's heads as options.
+
+    Layouts are those of the z-lab checkpoints and of deepseek-ai/DeepSpec. A head that
+    is left out costs nothing: the drafter is then DFlash's, bit for bit.
 
     Attributes:
       block: width of a full block, the anchor included (`block_size`).
@@ -70,6 +73,11 @@ class DrafterConfig:
       causal: per layer, whether the block part of attention is causal.
       sample_from_anchor: slot 0 drafts as well and slot `k` predicts position
         `k + 1` (DeepSpec's alignment), where by default slot `k >= 1` predicts its own.
+      markov_rank: rank of the Markov head (DSpark, arXiv 2607.05147), which lets the
+        token drafted just before bias the logits of a slot; 0: no such head.
+      confidence_head: whether a trained head tells the chance that a draft is
+        accepted. It sees the slot's hidden state, and with a Markov head the token
+        just before; never the token that it judges.
     """
 
     vocab: int
@@ -89,6 +97,8 @@ class DrafterConfig:
     causal: tuple[bool, ...]
     window: int | None = None
     sample_from_anchor: bool = False
+    markov_rank: int = 0
+    confidence_head: bool = False
 
     def __post_init__(self) -> None:
         if len(self.layer_types) != self.layers or len(self.causal) != self.layers:
@@ -117,6 +127,11 @@ class DrafterConfig:
             raise ConfigError(
                 f"{self.heads} heads, {self.kv_heads} key/value heads of "
                 f"{self.head_dim}: expected a multiple and an even head_dim"
+            )
+        if self.markov_rank < 0:
+            raise ConfigError(
+                f"markov_rank {self.markov_rank} is negative; expected the rank of the "
+                f"Markov head, or 0 for a drafter without one"
             )
 
     @property

@@ -17,6 +17,7 @@ from dcut_jax.decode.accept import accept
 from dcut_jax.decode.decide import Proposal
 from dcut_jax.decode.defer import Deferred, emptied, nothing_deferred, put_off
 from dcut_jax.decode.pack import Layout, Packed, layout, pack, unpack
+from dcut_jax.decode.propose import propose
 from dcut_jax.decode.sample import Sampling, log_probability, next_token
 from dcut_jax.decode.state import COUNTS, DecodeState, Outcome, to_wire
 from dcut_jax.decode.verify import prefill_rows, verify_rows
@@ -118,7 +119,9 @@ def draft(
         kv,
         width,
     )
-    best = top1(dense.logits(hidden_BKE, params["draft_head_VE"]))
+    best = propose(
+        params["drafter"], cfg, hidden_BKE, state.anchor_B, params["draft_head_VE"]
+    )
     pad = ((0, 0), (0, columns - width))
     return Proposal(
         jnp.pad(best.token, pad), jnp.pad(best.logp, pad, constant_values=jnp.nan)

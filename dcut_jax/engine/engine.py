@@ -20,7 +20,7 @@ from dcut_jax.decode.decide import Decision, Proposal, read_decision
 from dcut_jax.decode.defer import CATCH_UPS
 from dcut_jax.decode.pack import Layout
 from dcut_jax.decode.sample import Sampling
-from dcut_jax.decode.state import NO_STOP, from_wire, init_state
+from dcut_jax.decode.state import NO_STOP, HostOutcome, from_wire, init_state
 from dcut_jax.engine.policy import ArPolicy, DCutPolicy, FixedPolicy, Policy
 from dcut_jax.engine.requests import Completion, Halt, Request, halted_after
 from dcut_jax.engine.steering import Steering
@@ -124,6 +124,12 @@ class Engine:
 
     Everything is compiled in the constructor; after it nothing compiles. One engine
     serves one thread.
+
+    Attributes:
+      on_drafts: told of each fixed-width step, once it has been read, the drafter's
+        log-confidences `[B, K]` (NaN beyond the width) and the outcome; what a slot
+        without a request has of them is nothing. None: nobody asks, and a step reads
+        once; with it, twice.
     """
 
     def __init__(
@@ -142,6 +148,7 @@ class Engine:
         self.policy = policy
         self.time_phases = time_phases
         self.records: list[StepRecord] = []
+        self.on_drafts: Callable[[np.ndarray, HostOutcome], None] | None = None
         self.shapes = config.shapes(models)
         most = models.target.max_position
         if config.max_length > most:
@@ -380,6 +387,9 @@ class Engine:
                 lay = S.everything(self.shapes, width)
                 self._verify(lay, proposal.token_BK, width, clock)
                 self._read(clock)
+                if self.on_drafts is not None:
+                    outcome = from_wire(np.asarray(self._wire), self.config.logprobs)
+                    self.on_drafts(np.asarray(proposal.logp_BK), outcome)
             case DCutPolicy():
                 assert self.steering is not None
                 self._cut_step(self.steering, clock)

@@ -4,6 +4,12 @@ Source: DFlash (arXiv 2602.06036), in the layout of the z-lab checkpoints. Hidde
 states of a few target layers, taken when the target processed a token, are projected
 once and enter every drafter layer as keys and values; the block `[anchor, mask, ...]`
 asks the questions. Embedding and LM head are the target's.
+
+Two small heads of DSpark (arXiv 2607.05147) are options. DFlash's slots do not know
+what the slots before them drafted; a Markov head adds that, as a low-rank bias on the
+logits. A confidence head tells the chance that a draft is accepted. Both as in
+`modeling/dspark` of deepseek-ai/DeepSpec; its gated and recurrent variants of the
+Markov head are not there.
 """
 
 from collections.abc import Callable
@@ -20,6 +26,7 @@ from dcut_jax.models.dense import embed, layer_specs
 from dcut_jax.models.layers import (
     attention_inputs,
     key_value,
+    product,
     project,
     rms_norm,
     rotation,
@@ -31,15 +38,30 @@ Attend = Callable[[int, Array, Array, Array], Array]
 
 
 def specs(cfg: DrafterConfig) -> dict[str, Any]:
-    """Every parameter of a drafter."""
+    """Every parameter of a drafter.
+
+    `X` is the rank in `markov` and, in `confidence`, the hidden state with a row of
+    `previous_VX` behind it.
+    """
     taps = len(cfg.target_layers) * cfg.embed
     norm = ParamSpec((cfg.embed,), ("embed",), None)
-    return {
+    tree: dict[str, Any] = {
         "fc_CE": ParamSpec((taps, cfg.embed), ("taps", "embed"), taps),
         "hidden_norm_E": norm,
         "layers": tuple(layer_specs(cfg, qk_norm=True) for _ in range(cfg.layers)),
         "norm_E": norm,
     }
+    if cfg.markov_rank:
+        shape, fan_in = (cfg.vocab, cfg.markov_rank), cfg.markov_rank
+        table = ParamSpec(shape, ("vocab", "rank"), fan_in)
+        tree["markov"] = {"previous_VX": table, "next_VX": table}
+    if cfg.confidence_head:
+        features = cfg.embed + cfg.markov_rank
+        tree["confidence"] = {
+            "weight_X": ParamSpec((features,), ("features",), features),
+            "bias": ParamSpec((), (), features),
+        }
+    return tree
 
 
 def context(
@@ -139,6 +161,52 @@ def draft_slots(
 ) -> Float[Array, "*N K E"]:
     """The rows of a block that draft: all but the anchor's, by default."""
     return hidden if cfg.sample_from_anchor else hidden[..., 1:, :]
+
+
+def markov_bias(
+    params: dict[str, Any], previous: Int[Array, "*N"]
+) -> Float[Array, "*N V"]:
+    """What the token just before adds to the logits of a slot, float32.
+
+    Args:
+      params: of a drafter with a Markov head.
+      previous: the token drafted just before; for the first draft the anchor.
+
+    Source: `VanillaMarkov` of deepseek-ai/DeepSpec (`modeling/dspark/markov_head.py`):
+    a row of one table times the transpose of another, without a constant.
+    """
+    markov = params["markov"]
+    x = markov["previous_VX"][previous]
+    return product(x, markov["next_VX"], (((x.ndim - 1,), (1,)), ((), ())))
+
+
+def confidence_logit(
+    params: dict[str, Any],
+    cfg: DrafterConfig,
+    hidden: Float[Array, "*N E"],
+    previous: Int[Array, "*N"],
+) -> Float[Array, "*N"]:
+    """Log-odds that a draft is accepted once those before it are, float32.
+
+    The draft itself is no argument: at a temperature, a score that depends on the token
+    it judges would change the law of the text once a plan goes by it.
+
+    Args:
+      params: of a drafter with a confidence head.
+      hidden: of the slots, ready for the LM head.
+      previous: see `markov_bias`; without a Markov head it is not looked at.
+
+    Source: `AcceptRatePredictor` and `predict_confidence_step` of deepseek-ai/DeepSpec
+    (`modeling/dspark`): one linear layer with a constant, on the hidden state and,
+    behind it, the Markov head's row of the token before. In float32 whatever the
+    weights' dtype, as vLLM and SGLang have it.
+    """
+    head = jax.tree.map(lambda x: x.astype(jnp.float32), params["confidence"])
+    features = hidden.astype(jnp.float32)
+    if cfg.markov_rank:
+        row = params["markov"]["previous_VX"][previous].astype(jnp.float32)
+        features = jnp.concatenate([features, row], axis=-1)
+    return project(features, head["weight_X"]) + head["bias"]
 
 
 def block_forward(

@@ -1,32 +1,48 @@
 """Trains a drafter for a target, from prompts to a checkpoint.
 
     python -m dcut_jax.train data     PROMPTS... --out DATA
-    python -m dcut_jax.train run      CONFIG
-    python -m dcut_jax.train export   RUN OUT
+    python -m dcut_jax.train run      CONFIG [--tensorboard]
+    python -m dcut_jax.train eval     DRAFTER_OR_RUN --data PROMPTS...
+    python -m dcut_jax.train export   RUN OUT [--check]
+    python -m dcut_jax.train check    OUT
 
 `data` is two stages, which `respond` and `features` run one at a time; a dataset is
-continued by the command that began it. All but `export` go on where they were stopped.
+continued by the command that began it. These, and `run`, go on where they were stopped.
+`eval` decodes prompts at several widths: how much is accepted, and how fast it is.
+`check` decodes ten prompts with an exported drafter's files alone; its status is 1 if a
+text is not the target's own.
 """
 
 import argparse
 import json
+import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 
-from dcut_jax.cli import DTYPES, bar, positive, run
+from dcut_jax.bench.__main__ import machine
+from dcut_jax.bench.report import require_matplotlib
+from dcut_jax.cli import DTYPES, bar, positive, positives, run
+from dcut_jax.engine.load import load_pair
+from dcut_jax.engine.policy import WIDTHS
+from dcut_jax.files import write_text
 from dcut_jax.train import collect
+from dcut_jax.train import evaluate as evaluation
+from dcut_jax.train.check import PROMPTS, check
 from dcut_jax.train.config import read_config
 from dcut_jax.train.data import DatasetError, DatasetWriter
-from dcut_jax.train.export import export
+from dcut_jax.train.export import export, stored_config
 from dcut_jax.train.loop import make_trainer
+from dcut_jax.train.report import plot, render_table, require_tensorboard, to_json
 from dcut_jax.weights.dflash import default_taps
 from dcut_jax.weights.load import SMOLLM2, Target, load_target
 
 # What the manifest of a dataset says of itself; `--about` may not.
 RESERVED = {
+    "hidden_channels",
     *("target", "sampling", "taps", "channels", "feature_dtype"),
     *("dtype", "max_length", "max_new_tokens"),
 }
@@ -49,8 +65,51 @@ def _add_respond_flags(parser: argparse.ArgumentParser) -> None:
 def _add_features_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--taps", type=positive, default=5, help="tapped layers")
     parser.add_argument(
+        "--no-features",
+        action="store_true",
+        help='store tokens alone, for a run with features = "online"',
+    )
+    parser.add_argument(
         "--about", default="{}", help="JSON for the manifest: sources and licences"
     )
+
+
+def _add_eval_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("drafter", type=Path, help="a run, or an exported drafter")
+    parser.add_argument(
+        "--data",
+        nargs="+",
+        required=True,
+        metavar="PROMPTS",
+        help="sets, each reported on its own: JSONL with `prompt`, or a shipped name",
+    )
+    parser.add_argument(
+        "--target", help=f"default: the run's; of an exported drafter {SMOLLM2}"
+    )
+    parser.add_argument(
+        "--widths",
+        type=positives,
+        help=f"drafts per step, between commas; default: "
+        f"{','.join(map(str, WIDTHS))}, as far as the drafter goes",
+    )
+    parser.add_argument("--limit", type=positive, help="prompts of each set")
+    parser.add_argument("--out", type=Path, default=Path("eval-out"))
+    parser.add_argument("--batch-size", type=positive, default=8)
+    parser.add_argument("--max-new-tokens", type=at_least_two, default=128)
+    parser.add_argument("--rounds", type=positive, default=3, help="timed ones")
+    parser.add_argument("--dtype", default="float32", choices=DTYPES)
+    parser.add_argument("--draft-dtype", default="bfloat16", choices=DTYPES)
+    parser.add_argument("--no-plot", action="store_true", help="draw no eval.png")
+
+
+def at_least_two(text: str) -> int:
+    """An `argparse` type: a number of new tokens of which a step decodes some."""
+    value = positive(text)
+    if value < 2:
+        raise argparse.ArgumentTypeError(
+            "expected at least 2, found 1; a first token comes with the prompt"
+        )
+    return value
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -77,7 +136,10 @@ def _parser() -> argparse.ArgumentParser:
     features.add_argument("data", type=Path, help="dataset to write or to continue")
     _add_features_flags(features)
 
-    for command in (data, respond, features):
+    checks = commands.add_parser("check", help="decode with an exported drafter")
+    checks.add_argument("out", help="directory that was exported")
+
+    for command in (data, respond, features, checks):
         command.add_argument("--target", default=SMOLLM2)
 
     train = commands.add_parser("run", help="train")
@@ -85,10 +147,20 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--data", help="dataset, in place of the config's")
     train.add_argument("--out", help="directory of the run, in place of the config's")
     train.add_argument("--steps", type=int, help="steps, in place of the config's")
+    train.add_argument(
+        "--tensorboard",
+        action="store_true",
+        help="also write event files, under the run's directory; needs tensorboardX",
+    )
+
+    evals = commands.add_parser("eval", help="decode prompts with a drafter")
+    _add_eval_flags(evals)
 
     out = commands.add_parser("export", help="write the published layout, bfloat16")
     out.add_argument("run", help="directory of the run")
     out.add_argument("out", help="directory to write")
+    out.add_argument("--check", action="store_true", help="then `check` what it wrote")
+    out.add_argument("--target", help="where the run's target lies now, if elsewhere")
     return parser
 
 
@@ -140,9 +212,12 @@ def _about(text: str) -> dict[str, Any]:
 def _writer(
     args: argparse.Namespace, target: Target, data: Path, about: dict[str, Any]
 ) -> DatasetWriter:
-    taps = _taps(args, target)
-    manifest = {"target": target.identity, "sampling": "greedy", "taps": list(taps)}
-    return DatasetWriter(data, about | manifest, len(taps) * target.cfg.embed)
+    manifest = about | {"target": target.identity, "sampling": "greedy"}
+    if args.no_features:
+        return DatasetWriter(data, manifest, 0)
+    taps, embed = _taps(args, target), target.cfg.embed
+    manifest |= {"taps": list(taps), "hidden_channels": embed}
+    return DatasetWriter(data, manifest, (len(taps) + 1) * embed)
 
 
 def _read(path: Path, target: Target) -> list[dict]:
@@ -158,6 +233,7 @@ def _features(
     responses: Sequence[dict],
     writer: DatasetWriter,
 ) -> None:
+    print(collect.check_room(responses, writer))
     with bar("features", len(responses)) as update:
         collect.add_features(
             target,
@@ -166,6 +242,59 @@ def _features(
             writer,
             on_progress=lambda done, _: update(done),
         )
+
+
+def _check(drafter: str, target: str) -> int:
+    """Prints what a check found; status 1 if a text is not the target's own."""
+    with bar("texts", 2 * PROMPTS) as update:
+        found = check(drafter, target, on_progress=update)
+    print(found)
+    if found.wrong:
+        print(
+            f"error: expected the text of AR for every prompt, found "
+            f"{len(found.texts.differences)} that differ, and not only where two "
+            f"logits nearly tie. No drafter can change a text, so this is a fault of "
+            f"the decoder or of the machine: report it with the lines above, and do "
+            f"not trust what this machine decodes",
+            file=sys.stderr,
+        )
+        return 1
+    return 0
+
+
+def _evaluate(args: argparse.Namespace, command: str) -> None:
+    """Whatever can fail does so before any compute, the sooner the cheaper."""
+    if not args.no_plot:
+        require_matplotlib()
+    sets = evaluation.read_sets(args.data, args.limit)
+    most = evaluation.most_drafts(args.drafter)
+    widths = evaluation.choose_widths(args.widths, most)
+    args.out.mkdir(parents=True, exist_ok=True)
+    total = evaluation.passes(len(sets), len(widths), args.rounds)
+    with evaluation.opened(args.drafter, args.target) as (candidate, target):
+        directory = str(candidate.directory)
+        pair = load_pair(target, directory, args.dtype, args.draft_dtype)
+        evaluation.check_made_for(candidate, pair)
+        with bar("compiling", total) as update:
+            found = evaluation.evaluate(
+                pair,
+                candidate,
+                sets,
+                widths,
+                command=command,
+                machine=machine(),
+                batch_size=args.batch_size,
+                max_new_tokens=args.max_new_tokens,
+                rounds=args.rounds,
+                on_progress=update,
+            )
+    wrote = [args.out / "eval.json"]
+    write_text(wrote[0], to_json(found) + "\n")  # first: the rest is made from it
+    print(render_table(found))
+    if not args.no_plot:
+        wrote.append(args.out / "eval.png")
+        plot(found, wrote[-1])
+    print(f"wrote {', '.join(map(str, wrote))}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -192,10 +321,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif args.command == "run":
         given = {"data": args.data, "out": args.out, "steps": args.steps}
         overrides = {k: v for k, v in given.items() if v is not None}
-        make_trainer(read_config(args.config, overrides)).run()
-    else:
-        step = export(args.run, args.out)
+        cfg = read_config(args.config, overrides)
+        if args.tensorboard:  # before target and data are read
+            require_tensorboard()
+        make_trainer(cfg).run(tensorboard=args.tensorboard)
+    elif args.command == "eval":
+        typed = sys.argv[1:] if argv is None else argv
+        _evaluate(args, shlex.join(["python", "-m", "dcut_jax.train", *typed]))
+    elif args.command == "export":
+        step = export(args.run, args.out, args.target)
         print(f"wrote {args.out}, step {step}")
+        if args.check:
+            return _check(args.out, args.target or stored_config(args.run)[1].target)
+    else:
+        return _check(args.out, args.target)
     return 0
 
 

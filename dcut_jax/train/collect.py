@@ -9,22 +9,20 @@ format of `train.data`.
 import gzip
 import json
 import random
+import shutil
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dcut_jax.decode.steps import Models
 from dcut_jax.engine.engine import Engine, EngineConfig
 from dcut_jax.engine.policy import ArPolicy
 from dcut_jax.engine.requests import Completion, Request
-from dcut_jax.models import dense, params
 from dcut_jax.train.data import DatasetError, DatasetWriter
+from dcut_jax.train.features import make_features
 from dcut_jax.weights.load import Target
 
 
@@ -191,6 +189,29 @@ def _parse_response(line: str, where: str, target: str | None) -> dict:
     return response
 
 
+def check_room(responses: Sequence[dict], writer: DatasetWriter) -> str:
+    """What the documents that the writer lacks will take on disk, said before it does.
+
+    Raises:
+      DatasetError: there is less room.
+    """
+    left = responses[writer.documents :]
+    tokens = sum(len(d["prompt"]) + len(d["response"]) for d in left)
+    needed = tokens * writer.bytes_per_token
+    free = shutil.disk_usage(writer.path).free
+    text = (
+        f"{len(left)} documents of {tokens} tokens take {needed / 1e9:.2f} GB at "
+        f"{writer.bytes_per_token} bytes a token"
+    )
+    if needed > free:
+        raise DatasetError(
+            f"{writer.path}: {text}, and {free / 1e9:.2f} GB are free; make room, take "
+            f"fewer taps, or leave features out (--no-features) and train with "
+            f'features = "online"'
+        )
+    return text
+
+
 def add_features(
     target: Target,
     taps: tuple[int, ...],
@@ -200,19 +221,15 @@ def add_features(
     batch: int = 8,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Appends documents and their tapped hidden states, in the order of `responses`.
+    """Appends documents and the target's features of them, in the order of `responses`.
 
-    Weights are read in bfloat16: the features are stored in it anyway. Documents
-    that the writer already has are passed over.
+    Documents that the writer already has are passed over.
     """
-    weights = params.cast(target.params, jnp.bfloat16)
-
-    @partial(jax.jit, static_argnames="width")
-    def run(token_NS: jax.Array, length_N: jax.Array, width: int) -> jax.Array:
-        valid_NS = jnp.arange(width)[None] < length_N[:, None]
-        rows = dense.forward_sequences(weights, target.cfg, token_NS, valid_NS, taps)
-        return rows.taps.astype(jnp.bfloat16)
-
+    run = make_features(target.params, target.cfg, taps)
+    if writer.channels == 0:
+        for line in responses[writer.documents :]:
+            writer.append(line["prompt"] + line["response"], len(line["prompt"]))
+        return
     for start in range(writer.documents, len(responses), batch):
         part = responses[start : start + batch]
         documents = [d["prompt"] + d["response"] for d in part]
@@ -223,9 +240,10 @@ def add_features(
         for row, document in enumerate(documents):
             token_NS[row, : len(document)] = document
             length_N[row] = len(document)
-        taps_NSC = np.asarray(run(token_NS, length_N, width))
+        found = run(token_NS, length_N)  # type: ignore[arg-type]
+        features_NSC = np.concatenate([np.asarray(x) for x in found], axis=-1)
         for row, (line, document) in enumerate(zip(part, documents, strict=True)):
-            features = taps_NSC[row, : len(document)]
+            features = features_NSC[row, : len(document)]
             writer.append(document, len(line["prompt"]), features)
         if on_progress:
             on_progress(start + len(part), len(responses))

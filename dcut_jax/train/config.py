@@ -9,18 +9,33 @@ from typing import Any
 
 from dcut_jax.config import ConfigError, DrafterConfig, LayerType, ModelConfig
 from dcut_jax.train.data import differences
+from dcut_jax.train.loss import Objective
 from dcut_jax.weights.dflash import check_pair, default_taps
 
 CONFIG = "config.json"
 # What a run may be resumed with other values of: where things lie, and how often it
 # says and saves something.
-MAY_CHANGE = {"data", "out", "init", "log_every", "eval_every", "save_every"}
+MAY_CHANGE = {
+    *("data", "out", "init", "mesh_data", "mesh_model"),
+    *("log_every", "eval_every", "save_every", "keep_every"),
+}
 
 
 POSITIVE = (
     *("layers", "taps", "block", "docs", "anchors", "length", "steps"),
-    *("log_every", "eval_every", "eval_anchors", "save_every"),
+    *(
+        "mesh_data",
+        "mesh_model",
+        "accumulate",
+        "log_every",
+        "eval_every",
+        "eval_anchors",
+        "save_every",
+    ),
 )
+
+
+CHOICES = {"optimizer": ("adamw", "muon"), "features": ("cached", "online")}
 
 
 @dataclass(frozen=True)
@@ -40,7 +55,19 @@ class TrainConfig:
       docs, anchors: documents of a step, and blocks of each.
       length: tokens of a document that are used.
       widths, width_weights: drafts per block, drawn anew each step.
-      gamma: slot `k` weighs `exp(-(k - 1) / gamma)`.
+      ce, kl, l1, confidence, gamma, pace, heads_only: see `loss.Objective`. DFlash is
+        `ce = 1`; DSpark is `ce = 0.1, l1 = 0.9, confidence = 1`.
+      markov_rank: of the drafter's Markov head; 0 for none.
+      optimizer: `adamw` or `muon`.
+      accumulate: micro-batches of a step, each of `docs` documents.
+      ema: decay of the moving average of parameters, which is what is evaluated and
+        exported; 0 for none.
+      features: `cached` in the dataset, or `online`, computed from the target in every
+        step: slower, and nothing is stored.
+      mesh_data, mesh_model: devices that documents and parameters are dealt over; see
+        `train.mesh`.
+      buckets: lengths, rising up to `length`, to which documents are padded; those of a
+        step share one. Empty for `length` alone.
       shortlist: words of the softmax in training; 0 for the whole vocabulary.
       shortlist_frequent: how many of them are the dataset's most frequent; those
         beyond these and the labels are drawn at random.
@@ -52,6 +79,9 @@ class TrainConfig:
         dataset grows, and no prompt is on both sides.
       eval_docs: how many of the held-out documents are evaluated, at most: those with
         the smallest hashes, so a dataset that grows may change which.
+      save_every: steps between checkpoints, of which the last two are kept.
+      keep_every: those of every so many steps, a multiple of `save_every`, are kept too
+        and for good; 0 for none.
     """
 
     # Where things lie makes no difference to what is compiled.
@@ -71,6 +101,20 @@ class TrainConfig:
     widths: tuple[int, ...] = (15,)
     width_weights: tuple[float, ...] = (1.0,)
     gamma: float = 7.0
+    ce: float = 1.0
+    kl: float = 0.0
+    l1: float = 0.0
+    confidence: float = 0.0
+    pace: bool = False
+    heads_only: bool = False
+    markov_rank: int = 0
+    optimizer: str = "adamw"
+    accumulate: int = 1
+    ema: float = 0.0
+    features: str = "cached"
+    buckets: tuple[int, ...] = ()
+    mesh_data: int = 1
+    mesh_model: int = 1
     shortlist: int = 0
     shortlist_frequent: int = 0
     compute_dtype: str = "bfloat16"
@@ -84,6 +128,7 @@ class TrainConfig:
     eval_docs: int = 64
     eval_anchors: int = 16
     save_every: int = 500
+    keep_every: int = 0
 
     def __post_init__(self) -> None:
         for name in POSITIVE:
@@ -106,10 +151,61 @@ class TrainConfig:
                 f"shortlist_frequent {self.shortlist_frequent} exceeds shortlist "
                 f"{self.shortlist}"
             )
-        if not 0 <= self.eval_fraction < 1:
+        kept = self.keep_every
+        if not isinstance(kept, int) or kept < 0 or kept % self.save_every:
             raise ConfigError(
-                f"eval_fraction {self.eval_fraction} must lie in 0..1, 1 excluded"
+                f"keep_every must be a multiple of save_every, {self.save_every}, or 0 "
+                f"to keep the last two checkpoints alone; found {kept!r}"
             )
+        for name in ("eval_fraction", "ema"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(
+                    f"{name} {getattr(self, name)} must lie in 0..1, 1 excluded"
+                )
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ConfigError(
+                    f"{name} {getattr(self, name)!r} is unknown; choose from "
+                    f"{', '.join(known)}"
+                )
+        for name in ("ce", "kl", "l1", "confidence", "gamma"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(
+                    f"{name} {getattr(self, name)} must be at least 0, and finite"
+                )
+        if not self.ce + self.kl + self.l1 + self.confidence:
+            raise ConfigError(
+                "ce, kl, l1 and confidence are all 0: nothing is minimised; give one "
+                "of them a weight"
+            )
+        if self.heads_only and not (self.markov_rank or self.confidence):
+            raise ConfigError(
+                "heads_only trains a Markov or a confidence head, and there is "
+                "neither; set markov_rank or confidence"
+            )
+        if self.buckets and list(self.buckets) != sorted({*self.buckets, self.length}):
+            raise ConfigError(
+                f"buckets {list(self.buckets)} must rise and end with length "
+                f"{self.length}"
+            )
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Lengths that documents are padded to."""
+        return self.buckets or (self.length,)
+
+    @property
+    def objective(self) -> Objective:
+        """What is minimised."""
+        return Objective(
+            self.ce,
+            self.kl,
+            self.l1,
+            self.confidence,
+            self.gamma,
+            self.pace,
+            self.heads_only,
+        )
 
 
 def read_config(
@@ -175,6 +271,8 @@ def make_drafter_config(cfg: TrainConfig, target: ModelConfig) -> DrafterConfig:
         target_depth=target.layers,
         layer_types=(full,) * cfg.layers,
         causal=(False,) * cfg.layers,
+        markov_rank=cfg.markov_rank,
+        confidence_head=cfg.confidence > 0,
     )
     check_pair(target, drafter_cfg)
     return drafter_cfg

@@ -6,7 +6,8 @@ A dataset is a directory:
   tapped layers), and `channels` and `feature_dtype` of the features.
 * `tokens.bin`: int32, all documents end to end, prompt and response.
 * `features.bin`: bfloat16 or float16, `[positions, channels]`, the tapped hidden states
-  of the target at the same positions; empty where `channels` is 0.
+  of the target at the same positions, and behind them, where the manifest says
+  `hidden_channels`, its last hidden states; empty where `channels` is 0.
 * `index.bin`: int64 `[documents, 3]`: start in `tokens.bin`, length of the prompt,
   length of the document.
 
@@ -18,8 +19,8 @@ they saw.
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
@@ -27,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dcut_jax.files import write_text
-from dcut_jax.train.loss import Blocks
+from dcut_jax.train.blocks import Blocks
 
 FEATURE_DTYPES = {"bfloat16": jnp.dtype(jnp.bfloat16), "float16": np.dtype("<f2")}
 MANIFEST, TOKENS, FEATURES, INDEX = (
@@ -81,7 +82,7 @@ class DatasetWriter:
     ):
         self.path = Path(path)
         self.path.mkdir(parents=True, exist_ok=True)
-        self._channels = channels
+        self.channels = channels
         self._dtype = FEATURE_DTYPES[feature_dtype]
         full = dict(manifest) | {"channels": channels, "feature_dtype": feature_dtype}
         full = json.loads(json.dumps(full))
@@ -116,6 +117,11 @@ class DatasetWriter:
             self._continue(name, size) for name, size in sizes.items()
         )
 
+    @property
+    def bytes_per_token(self) -> int:
+        """What a token takes on disk, with its features."""
+        return 4 + 2 * self.channels
+
     def _continue(self, name: str, size: int) -> BinaryIO:
         """Opens a file behind its last complete document, and cuts the rest."""
         file = open(self.path / name, "r+b")
@@ -136,16 +142,16 @@ class DatasetWriter:
             raise DatasetError(
                 f"a prompt of {prompt_len} tokens in a document of {token_S.size}"
             )
-        if (features is None) != (self._channels == 0):
+        if (features is None) != (self.channels == 0):
             raise DatasetError(
-                f"the dataset has {self._channels} channels of features, the document "
+                f"the dataset has {self.channels} channels of features, the document "
                 f"{'none' if features is None else 'some'}"
             )
         if features is not None:
-            if features.shape != (token_S.size, self._channels):
+            if features.shape != (token_S.size, self.channels):
                 raise DatasetError(
                     f"features are {list(features.shape)}, expected "
-                    f"{[token_S.size, self._channels]}"
+                    f"{[token_S.size, self.channels]}"
                 )
             self._features.write(np.asarray(features).astype(self._dtype).tobytes())
         self._tokens.write(token_S.tobytes())
@@ -224,6 +230,11 @@ class Dataset:
     def __len__(self) -> int:
         return len(self.index)
 
+    @property
+    def hidden_channels(self) -> int:
+        """How many of the last channels are the target's last hidden states."""
+        return int(self.manifest.get("hidden_channels", 0))
+
     def document(self, i: int) -> Document:
         """One document, its arrays views of the mapped files."""
         start, prompt_len, length = (int(x) for x in self.index[i])
@@ -266,46 +277,93 @@ def draw_blocks(
 
     An anchor is a position of the response that has a successor. Drawn without
     replacement, in order; a document with fewer than `anchors` has the rest invalid.
-
-    Raises:
-      DatasetError: the dataset has no features.
+    Features are there if the dataset has them.
     """
-    if data.features is None:
-        raise DatasetError(f"{data.path} has no features; write it with channels > 0")
-    N, S, C = len(documents), length, data.features.shape[1]
+    N, S = len(documents), length
     token_NS = np.zeros((N, S), np.int32)
-    taps_NSC = np.zeros((N, S, C), data.features.dtype)
     length_N = np.zeros(N, np.int32)
     anchor_NA = np.zeros((N, anchors), np.int32)
     valid_NA = np.zeros((N, anchors), bool)
+    features: np.ndarray | None = None
+    if data.features is not None:
+        features = np.zeros((N, S, data.features.shape[1]), data.features.dtype)
     for n, i in enumerate(documents):
         doc = data.document(int(i))
         size = min(len(doc.tokens), S)
         token_NS[n, :size] = doc.tokens[:size]
-        assert doc.features is not None
-        taps_NSC[n, :size] = doc.features[:size]
+        if features is not None and doc.features is not None:
+            features[n, :size] = doc.features[:size]
         length_N[n] = size
         legal = np.arange(doc.prompt_len, size - 1)
         count = min(anchors, len(legal))
         anchor_NA[n, :count] = np.sort(rng.choice(legal, count, replace=False))
         valid_NA[n, :count] = True
     # NumPy arrays: they reach the device as arguments of the compiled step.
-    return Blocks(token_NS, length_N, taps_NSC, anchor_NA, valid_NA)  # type: ignore[arg-type]
+    blocks: Any = Blocks(token_NS, length_N, None, anchor_NA, valid_NA)  # type: ignore[arg-type]
+    if features is None:
+        return blocks
+    taps = features.shape[2] - data.hidden_channels
+    hidden = features[..., taps:] if data.hidden_channels else None
+    return replace(blocks, taps_NSC=features[..., :taps], hidden_NSE=hidden)
 
 
-def documents_of_step(
-    usable: np.ndarray, per_step: int, step: int, seed: int
-) -> np.ndarray:
-    """The documents of a step: every epoch goes through all in an order of its own.
+class Order:
+    """Which documents a step trains on: in every epoch all, in an order of its own.
+
+    Documents of a step are of one length, so that little is padding: each goes to the
+    shortest of `lengths` that holds it, what is longer is cut. A length's documents
+    that are too few for a step, or left over in an epoch, go with the next longer one;
+    those left over in the end wait for the next epoch, whose order is another.
 
     A function of the step alone, so a resumed run sees what an unbroken one would.
+
+    Args:
+      index: of a dataset's documents, those that may be drawn.
+      size: of each of them, tokens.
+      per_step: documents of a step.
+
+    Raises:
+      DatasetError: there are none.
     """
-    first = step * per_step
-    out = np.empty(per_step, usable.dtype)
-    orders: dict[int, np.ndarray] = {}
-    for j in range(per_step):
-        epoch, at = divmod(first + j, len(usable))
-        if epoch not in orders:
-            orders[epoch] = np.random.default_rng((seed, epoch)).permutation(usable)
-        out[j] = orders[epoch][at]
-    return out
+
+    def __init__(
+        self,
+        index: np.ndarray,
+        size: np.ndarray,
+        per_step: int,
+        lengths: Sequence[int],
+        seed: int,
+    ) -> None:
+        if not len(index):
+            raise DatasetError("there are no documents to train on")
+        # Few documents are taken more than once in a step.
+        repeats = -(-per_step // len(index))
+        self._index = np.tile(index, repeats)
+        self._size = np.tile(size, repeats)
+        self._per_step = per_step
+        self._lengths = tuple(lengths)
+        self._seed = seed
+        self.steps_per_epoch = len(self._index) // per_step
+        self._epoch: tuple[int, list[tuple[np.ndarray, int]]] | None = None
+
+    def of_step(self, step: int) -> tuple[np.ndarray, int]:
+        """The documents of a step, and the length that they are padded to."""
+        epoch, at = divmod(step, self.steps_per_epoch)
+        if self._epoch is None or self._epoch[0] != epoch:
+            self._epoch = epoch, self._shuffled(epoch)
+        return self._epoch[1][at]
+
+    def _shuffled(self, epoch: int) -> list[tuple[np.ndarray, int]]:
+        rng = np.random.default_rng((self._seed, epoch))
+        order = rng.permutation(len(self._index))
+        held = np.minimum(self._size[order], self._lengths[-1])
+        place = np.searchsorted(self._lengths, held)
+        steps: list[tuple[np.ndarray, int]] = []
+        left = order[:0]
+        for b, length in enumerate(self._lengths):
+            some = np.concatenate([left, order[place == b]])
+            full = len(some) // self._per_step * self._per_step
+            left = some[full:]
+            for batch in some[:full].reshape(-1, self._per_step):
+                steps.append((self._index[batch], length))
+        return [steps[i] for i in rng.permutation(len(steps))]

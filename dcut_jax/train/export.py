@@ -17,44 +17,68 @@ from dcut_jax.files import write_text
 from dcut_jax.train.checkpoints import checkpoints, restore
 from dcut_jax.train.config import (
     CONFIG,
+    TrainConfig,
     config_from_json,
     make_drafter_config,
     read_run,
 )
 from dcut_jax.train.data import Dataset, DatasetError
-from dcut_jax.train.step import init_state, make_optimizer
+from dcut_jax.train.step import init_state
 from dcut_jax.weights.dflash import WEIGHTS, save_drafter
+from dcut_jax.weights.errors import CheckpointError
 from dcut_jax.weights.load import Target, load_target
 
 MANIFEST = "manifest.json"
 
 
-def export(run: str | Path, out: str | Path) -> int:
+def export(run: str | Path, out: str | Path, target: str | None = None) -> int:
     """Writes a run's latest parameters in the published layout, in bfloat16.
 
     `manifest.json` beside them says what they are from; see `describe`.
+
+    Args:
+      target: where the run's target lies, if no longer where its config says.
 
     Returns:
       The step they are from.
 
     Raises:
-      CheckpointError: the run's target is not there.
+      CheckpointError: the run's target is not there, or is another one, or no
+        checkpoint can be read.
       ConfigError: `run` is not a training run, or has no checkpoint.
     """
     run, out = Path(run).resolve(), Path(out).resolve()
-    stored = read_run(run / CONFIG)
-    cfg = config_from_json(stored, str(run / CONFIG))
-    target = load_target(cfg.target, jnp.bfloat16)
-    drafter_cfg = make_drafter_config(cfg, target.cfg)
-    like = init_state(drafter_cfg, make_optimizer(cfg), cfg.seed)
+    stored, cfg = stored_config(run)
+    loaded = load_target(target or cfg.target, jnp.bfloat16)
+    drafter_cfg = make_drafter_config(cfg, loaded.cfg)
+    like = init_state(drafter_cfg, cfg)
     with checkpoints(run) as manager:
         if manager.latest_step() is None:
             raise ConfigError(f"{run} has no checkpoint; train first")
-        state = restore(manager, like)
-    save_drafter(out, drafter_cfg, state.params, jnp.bfloat16)
-    manifest = describe(out, stored, target, int(state.step))
+        try:
+            state = restore(manager, like)
+        except CheckpointError as error:
+            if target is None:
+                raise
+            raise CheckpointError(
+                f"expected the target of {run}, which names {cfg.target!r}; with "
+                f"{target!r} no checkpoint can be read; name the run's own. {error}"
+            ) from error
+    save_drafter(out, drafter_cfg, state.best, jnp.bfloat16)
+    manifest = describe(out, stored, loaded, int(state.step))
     write_text(out / MANIFEST, json.dumps(manifest, indent=1) + "\n")
     return int(state.step)
+
+
+def stored_config(run: str | Path) -> tuple[dict[str, Any], TrainConfig]:
+    """A run's config, as it was stored and as it is read.
+
+    Raises:
+      ConfigError: `run` is not a training run.
+    """
+    path = Path(run) / CONFIG
+    stored = read_run(path)
+    return stored, config_from_json(stored, str(path))
 
 
 def describe(

@@ -1,14 +1,15 @@
 """The training loop: draws blocks, steps, evaluates, saves, and resumes exactly.
 
-What a step sees is a function of its number and the seed, so a run that was killed and
-resumed equals one that was not.
+What a step sees, documents, anchors, words and width, is a function of its number and
+the seed. So a checkpoint needs no data position and no random state, and a run that was
+killed and resumed equals one that was not.
 """
 
 import dataclasses
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from jaxtyping import Array
 from dcut_jax.config import ConfigError, ModelConfig
 from dcut_jax.files import write_text
 from dcut_jax.models.dense import head_VE
-from dcut_jax.train.checkpoints import checkpoints, restore, save
+from dcut_jax.train.blocks import Blocks
+from dcut_jax.train.checkpoints import Checkpoints
 from dcut_jax.train.config import (
     CONFIG,
     TrainConfig,
@@ -31,18 +33,26 @@ from dcut_jax.train.config import (
 from dcut_jax.train.data import (
     Dataset,
     DatasetError,
-    documents_of_step,
+    Order,
     draw_blocks,
 )
-from dcut_jax.train.loss import block_matches
+from dcut_jax.train.evaluate import held_out_matches
+from dcut_jax.train.features import Features, make_features
+from dcut_jax.train.mesh import (
+    batch_sharding,
+    check_mesh,
+    make_mesh,
+    place,
+    replicated,
+    table_sharding,
+)
+from dcut_jax.train.report import RunLog, require_tensorboard
 from dcut_jax.train.shortlist import make_shortlist
-from dcut_jax.train.step import compiled_step, init_state, make_optimizer
+from dcut_jax.train.step import compiled_step, init_state, new_state, on_mesh
 from dcut_jax.weights.dflash import load_drafter
 from dcut_jax.weights.load import load_target
 
-compiled_matches = jax.jit(
-    block_matches, static_argnames=("cfg", "width", "compute_dtype")
-)
+FeaturesOf = Callable[[Any, Any], Features]
 
 
 @contextmanager
@@ -79,6 +89,7 @@ class Trainer:
         embed_VE: Array,
         target_head_VE: Array,
         data: Dataset,
+        features: FeaturesOf | None = None,
     ):
         self.cfg = cfg
         self.drafter_cfg = make_drafter_config(cfg, target_cfg)
@@ -89,21 +100,68 @@ class Trainer:
                 f"{list(self.drafter_cfg.target_layers)}"
             )
         self.data = data
+        self.features = features
+        self._check_features()
         dtype = jnp.dtype(cfg.compute_dtype)
-        self.embed_VE = embed_VE.astype(dtype)
+        self.mesh = make_mesh(cfg.mesh_data, cfg.mesh_model)
+        tied = target_head_VE is embed_VE
+        self.embed_VE = self._table(embed_VE.astype(dtype))
         self.head_VE = (
-            self.embed_VE
-            if target_head_VE is embed_VE
-            else target_head_VE.astype(dtype)
+            self.embed_VE if tied else self._table(target_head_VE.astype(dtype))
         )
-        self.usable, self.held_out = split(data, cfg)
+        usable, self.held_out = split(data, cfg)
+        size = data.index[usable, 2]
+        self.order = Order(
+            usable, size, cfg.docs * cfg.accumulate, cfg.lengths, cfg.seed
+        )
         counts = data.counts(target_cfg.vocab)
         self.frequent = np.argsort(-counts, kind="stable")[: cfg.shortlist_frequent]
-        self.state = init_state(self.drafter_cfg, make_optimizer(cfg), cfg.seed)
+        self.state = init_state(self.drafter_cfg, cfg)
         if cfg.init:
-            self.state = dataclasses.replace(
-                self.state, params=self.start_from(cfg.init)
+            self.state = new_state(self.start_from(cfg.init), cfg)
+        if self.mesh is not None:
+            self.state = on_mesh(self.state, self.mesh, self.drafter_cfg, cfg)
+
+    def _table(self, table_VE: Array) -> Array:
+        """The target's embedding or head, where it is to lie."""
+        if self.mesh is None:
+            return table_VE
+        check_mesh(self.mesh, self.drafter_cfg, self.cfg.docs)
+        return place(table_VE, table_sharding(self.mesh))
+
+    def _check_features(self) -> None:
+        """Refuses a dataset that lacks what the run reads.
+
+        Raises:
+          DatasetError: saying what is missing.
+        """
+        online = self.cfg.features == "online"
+        if online and self.features is None:
+            raise DatasetError("features are to be computed, and nothing computes them")
+        if not online and self.data.features is None:
+            raise DatasetError(
+                f"{self.data.path} has no features; make a dataset with them, or train "
+                f'with features = "online"'
             )
+        compares = self.cfg.objective.compares
+        if compares and not online and not self.data.hidden_channels:
+            raise DatasetError(
+                f"{self.data.path} has no hidden states of the target, with which kl, "
+                f"l1 and confidence compare; make it anew with "
+                f"`python -m dcut_jax.train features`, or set them to 0"
+            )
+
+    def blocks(
+        self, documents: np.ndarray, anchors: int, length: int, rng: np.random.Generator
+    ) -> Blocks:
+        """Anchors of some documents, with what the objective reads of the target."""
+        blocks = draw_blocks(self.data, documents, anchors, length, rng)
+        if self.features is not None and self.cfg.features == "online":
+            taps, hidden = self.features(blocks.token_NS, blocks.length_N)
+            blocks = dataclasses.replace(blocks, taps_NSC=taps, hidden_NSE=hidden)
+        if not self.cfg.objective.compares:
+            blocks = dataclasses.replace(blocks, hidden_NSE=None)
+        return blocks
 
     def start_from(self, checkpoint: str) -> Any:
         """Parameters of an exported drafter, float32.
@@ -112,14 +170,20 @@ class Trainer:
           ConfigError: it is not the drafter that the run describes.
         """
         found, weights = load_drafter(checkpoint, jnp.dtype("float32"))
-        if found != self.drafter_cfg:
-            theirs, ours = map(dataclasses.asdict, (found, self.drafter_cfg))
-            different = [n for n in ours if ours[n] != theirs[n]]
+        # Heads that it lacks are begun here.
+        ours = dataclasses.replace(
+            self.drafter_cfg,
+            markov_rank=found.markov_rank and self.drafter_cfg.markov_rank,
+            confidence_head=found.confidence_head and self.drafter_cfg.confidence_head,
+        )
+        if found != ours:
+            theirs, wanted = map(dataclasses.asdict, (found, self.drafter_cfg))
+            different = [n for n in wanted if wanted[n] != theirs[n]]
             raise ConfigError(
                 f"init {checkpoint}: expected the drafter of this run, found another "
                 f"{', '.join(different)}; start from scratch or change the run"
             )
-        return weights
+        return self.state.params | weights
 
     def step(self) -> dict[str, float]:
         """Trains on the blocks of the state's step."""
@@ -127,121 +191,135 @@ class Trainer:
         rng = np.random.default_rng((cfg.seed, number, 1))
         weights = np.asarray(cfg.width_weights) / np.sum(cfg.width_weights)
         width = int(rng.choice(cfg.widths, p=weights))
-        documents = documents_of_step(self.usable, cfg.docs, number, cfg.seed)
-        blocks = draw_blocks(self.data, documents, cfg.anchors, cfg.length, rng)
-        shortlist = None
-        if cfg.shortlist:
-            shortlist = make_shortlist(
-                blocks, self.frequent, cfg.shortlist, self.drafter_cfg.vocab, rng
-            )
+        documents, length = self.order.of_step(number)
+        batches = []
+        for some in documents.reshape(cfg.accumulate, cfg.docs):
+            blocks = self.blocks(some, cfg.anchors, length, rng)
+            shortlist = None
+            if cfg.shortlist:
+                shortlist = make_shortlist(
+                    blocks, self.frequent, cfg.shortlist, self.drafter_cfg.vocab, rng
+                )
+            batches.append((blocks, shortlist))
+        stacked = jax.tree.map(lambda *x: np.stack(x), *batches)
+        if self.mesh is not None:
+            at = batch_sharding(self.mesh), replicated(self.mesh)
+            stacked = tuple(map(place, stacked, at))
         self.state, metrics = compiled_step(
             self.state,
             self.embed_VE,
             self.head_VE,
-            blocks,
-            shortlist,
+            stacked,
             cfg=cfg,
             drafter_cfg=self.drafter_cfg,
             width=width,
+            mesh=self.mesh,
         )
         return {k: float(v) for k, v in metrics.items()} | {"width": width}
 
     def evaluate(self, width: int) -> dict[str, Any]:
-        """Drafts of held-out blocks against their documents, whole vocabulary.
+        """Drafts of held-out blocks against their documents; see `held_out_matches`."""
+        return held_out_matches(
+            self.state.best,
+            self.drafter_cfg,
+            self.embed_VE,
+            self.head_VE,
+            self.blocks,
+            self.held_out,
+            self.cfg,
+            width,
+        )
 
-        Returns:
-          `accepted`: mean accepted length, the anchor's token included, of the longest
-          matching prefix; `slots`: per slot, how often it matches where all before it
-          did; `blocks`: how many blocks that is over. They are the same for all of the
-          run's widths: those whose document goes on for the widest.
-        """
-        cfg = self.cfg
-        widest = max((width, *cfg.widths))
-        # The same blocks every time.
-        rng = np.random.default_rng((cfg.seed, 2))
-        reached = np.zeros(width, np.int64)
-        matched = np.zeros(width, np.int64)
-        count = 0
-        for first in range(0, len(self.held_out), cfg.docs):
-            some = self.held_out[first : first + cfg.docs]
-            # One shape for all: the last batch repeats itself, and is cut below.
-            full = np.resize(some, cfg.docs)
-            blocks = draw_blocks(self.data, full, cfg.eval_anchors, cfg.length, rng)
-            match, _ = compiled_matches(
-                self.state.params,
-                self.drafter_cfg,
-                self.embed_VE,
-                self.head_VE,
-                blocks,
-                width,
-                jnp.dtype(cfg.compute_dtype),
-            )
-            reaches_NA = blocks.anchor_NA + widest < blocks.length_N[:, None]
-            counted_NA = np.asarray(blocks.valid_NA & reaches_NA)
-            counted_NA[len(some) :] = False
-            prefix = np.cumprod(np.asarray(match)[counted_NA], axis=-1)
-            count += len(prefix)
-            matched += prefix.sum(axis=0)
-            reached += np.concatenate([[len(prefix)], prefix.sum(axis=0)[:-1]])
-        accepted = 1 + matched.sum() / max(count, 1)
-        return {
-            "accepted": float(accepted),
-            "blocks": count,
-            "slots": [round(float(s), 3) for s in matched / np.maximum(reached, 1)],
-        }
+    def run(
+        self,
+        on_record: Callable[[dict[str, Any]], None] | None = None,
+        *,
+        tensorboard: bool = False,
+    ) -> None:
+        """Trains from the last whole checkpoint, or from the start, to the last step.
 
-    def run(self, on_record: Callable[[dict[str, Any]], None] | None = None) -> None:
-        """Trains from the last checkpoint, or from the start, to the last step.
+        Checkpoints are written while training goes on. However the run before ended,
+        state and log are in the end what an unbroken run's are; but for times, which
+        are this machine's.
+
+        Args:
+          on_record: told every line of the log.
+          tensorboard: also write TensorBoard's event files, under `out`.
 
         Raises:
           ConfigError: the checkpoint is of a run with another config; see
             `check_same_run`.
+          CheckpointError: there are checkpoints, and none can be read.
+          DatasetError: the log has a line that is none of ours.
+          ImportError: `tensorboard` is asked for and tensorboardX is not installed.
+          SaveError: a checkpoint or a line of the log could not be written. What was
+            saved before is untouched.
         """
         cfg = self.cfg
+        if tensorboard:
+            require_tensorboard()
         out = Path(cfg.out).resolve()
         out.mkdir(parents=True, exist_ok=True)
-        log = open(out / "log.jsonl", "a")
-
-        def record(**entry: Any) -> None:
-            print(json.dumps(entry), file=log, flush=True)
-            print(format_record(entry), flush=True)
-            if on_record is not None:
-                on_record(entry)
-
-        with checkpoints(out) as manager, stop_on_sigterm() as stopped, log:
-            if manager.latest_step() is not None:
+        with (
+            Checkpoints(out, cfg.keep_every, write=True) as saved,
+            stop_on_sigterm() as stopped,
+        ):
+            if saved.latest_step() is not None:
                 check_same_run(cfg, out / CONFIG)
-            self.state = restore(manager, self.state)
+            restored = saved.restore(self.state)
+            self.state = restored.state
             write_text(
                 out / CONFIG, json.dumps(dataclasses.asdict(cfg), indent=1) + "\n"
             )
-            began, since = time.perf_counter(), 0
-            losses: list[float] = []
-            while int(self.state.step) < cfg.steps and not stopped[0]:
-                metrics = self.step()
-                number = int(self.state.step)
-                losses.append(metrics["loss"])
-                since += 1
-                if number % cfg.log_every == 0:
-                    ms = 1e3 * (time.perf_counter() - began) / since
-                    record(
-                        step=number,
-                        loss=round(float(np.mean(losses)), 4),
-                        grad_norm=round(metrics["grad_norm"], 3),
-                        ms_per_step=round(ms, 1),
-                        anchors_per_s=round(1e3 * cfg.docs * cfg.anchors / ms, 1),
-                    )
-                    losses, began, since = [], time.perf_counter(), 0
-                last = number == cfg.steps
-                if len(self.held_out) and (number % cfg.eval_every == 0 or last):
-                    for width in cfg.widths:
-                        record(step=number, width=width, **self.evaluate(width))
-                    began, since = time.perf_counter(), 0
-                if number % cfg.save_every == 0 or last or stopped[0]:
-                    save(manager, self.state)
-            if int(self.state.step) != manager.latest_step():
-                save(manager, self.state)
-            manager.wait_until_finished()
+            if int(self.state.step) < cfg.steps:
+                saved.require_room(self.state)
+            with RunLog(out, int(self.state.step), tensorboard) as log:
+
+                def record(**entry: Any) -> None:
+                    log.write(entry)
+                    print(format_record(entry), flush=True)
+                    if on_record is not None:
+                        on_record(entry)
+
+                self._train(saved, stopped, list(restored.losses), record)
+            saved.wait()
+
+    def _train(
+        self,
+        saved: Checkpoints,
+        stopped: Sequence[bool],
+        losses: list[float],
+        record: Callable[..., None],
+    ) -> None:
+        """Steps, evaluates and saves to the last step, or until told to stop.
+
+        `losses`: of the steps since the last line of the log.
+        """
+        cfg = self.cfg
+        began, since = time.perf_counter(), 0
+        while int(self.state.step) < cfg.steps and not stopped[0]:
+            saved.check()
+            metrics = self.step()
+            number = int(self.state.step)
+            losses.append(metrics["loss"])
+            since += 1
+            if number % cfg.log_every == 0:
+                ms = 1e3 * (time.perf_counter() - began) / since
+                record(
+                    step=number,
+                    loss=round(float(np.mean(losses)), 4),
+                    grad_norm=round(metrics["grad_norm"], 3),
+                    ms_per_step=round(ms, 1),
+                    anchors_per_s=round(1e3 * cfg.docs * cfg.anchors / ms, 1),
+                )
+                losses, began, since = [], time.perf_counter(), 0
+            last = number == cfg.steps
+            if len(self.held_out) and (number % cfg.eval_every == 0 or last):
+                for width in cfg.widths:
+                    record(step=number, width=width, **self.evaluate(width))
+                began, since = time.perf_counter(), 0
+            if number % cfg.save_every == 0 or last or stopped[0]:
+                saved.save(self.state, losses)
 
 
 def format_record(entry: dict[str, Any]) -> str:
@@ -293,10 +371,15 @@ def make_trainer(cfg: TrainConfig) -> Trainer:
             f"{target.identity}, found those of {theirs}; name the target that the "
             f"dataset was made with, or make one with this target"
         )
+    features = None
+    if cfg.features == "online":
+        taps = make_drafter_config(cfg, target.cfg).target_layers
+        features = make_features(target.params, target.cfg, taps)
     return Trainer(
         cfg,
         target.cfg,
         target.params["embed_VE"],
         head_VE(target.params),
         data,
+        features,
     )

@@ -1,219 +1,67 @@
-"""The DFlash training loss: many blocks per document, none of which sees another.
+"""What a drafter is trained to do: losses of draft slots, and how much each counts.
 
-Source: DFlash (arXiv 2602.06036). A block sees the context strictly before its anchor,
-which is what it will see when it drafts, and itself. Letters beyond `axes`:
-N documents, A anchors of each, M words of a shortlist.
+Sources: cross entropy with decaying weights, DFlash (arXiv 2602.06036); the distance of
+distributions, Markov and confidence heads, DSpark (arXiv 2607.05147). The adaptive
+weights are D-PACE's, as the public trainers of DFlash drafters define them. Letters
+beyond `axes`: N documents, A anchors of each, M words of a shortlist.
 """
 
-import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from dcut_jax.config import DrafterConfig
 from dcut_jax.models import drafter
-from dcut_jax.models.dense import embed, logits
+from dcut_jax.models.layers import project
 from dcut_jax.models.params import cast
+from dcut_jax.train.blocks import (
+    Blocks,
+    block_hidden,
+    labels,
+    previous_tokens,
+    target_hidden,
+)
+from dcut_jax.train.mesh import DATA
+
+# D-PACE takes chances half way to 1, or one hopeless slot would hide all behind it.
+_PACE_SMOOTHING = 0.5
+_HEADS = ("markov", "confidence")
 
 
-@flax.struct.dataclass
-class Blocks:
-    """What one step trains on.
+@dataclass(frozen=True)
+class Objective:
+    """What is minimised, for each draft slot, and the weight of a slot.
 
     Attributes:
-      token_NS: documents, padded at the end.
-      length_N: their lengths.
-      taps_NSC: features of the target at every position.
-      anchor_NA: positions of the anchors; where `valid_NA` is false, anything in range.
-      valid_NA: which anchors count.
+      ce: weight of the cross entropy with the document's token.
+      kl: of the divergence of the target's distribution from the drafter's.
+      l1: of the distance of the two, twice their total variation.
+      confidence: of the cross entropy of a confidence head with the analytic chance of
+        acceptance, 1 less the total variation.
+      gamma: slot `k` weighs `exp(-(k - 1) / gamma)`; 0 for all alike.
+      pace: whether slots weigh what they do for the expected accepted length, too.
+      heads_only: whether only Markov and confidence heads are trained.
     """
 
-    token_NS: Int[Array, "N S"]
-    length_N: Int[Array, "N"]
-    taps_NSC: Float[Array, "N S C"]
-    anchor_NA: Int[Array, "N A"]
-    valid_NA: Bool[Array, "N A"]
+    ce: float = 1.0
+    kl: float = 0.0
+    l1: float = 0.0
+    confidence: float = 0.0
+    gamma: float = 0.0
+    pace: bool = False
+    heads_only: bool = False
 
-
-def labels(
-    blocks: Blocks, width: int
-) -> tuple[Int[Array, "N A K"], Bool[Array, "N A K"]]:
-    """The token each draft slot should propose, and whether there is one."""
-    first = blocks.anchor_NA[..., None] + 1
-    at_NAK = first + jnp.arange(width)[None, None, :]
-    there_NAK = at_NAK < blocks.length_N[:, None, None]
-    N, A, K = at_NAK.shape
-    last = blocks.token_NS.shape[1] - 1
-    flat = jnp.minimum(at_NAK, last).reshape(N, A * K)
-    token_NAK = jnp.take_along_axis(blocks.token_NS, flat, axis=1).reshape(N, A, K)
-    return token_NAK, there_NAK & blocks.valid_NA[..., None]
-
-
-def slot_weights(width: int, gamma: float) -> Float[Array, "K"]:
-    """`exp(-(k - 1) / gamma)` for drafts `k = 1..width`."""
-    return jnp.exp(-jnp.arange(width, dtype=jnp.float32) / gamma)
-
-
-def _block_attention(
-    cfg: DrafterConfig,
-    layer: int,
-    blocks: Blocks,
-    q_NAWHD: Array,
-    k_NAWGD: Array,
-    v_NAWGD: Array,
-    k_NSGD: Array,
-    v_NSGD: Array,
-    dtype: jnp.dtype,
-) -> Float[Array, "N A W H D"]:
-    """Each block over its document's context before the anchor, and over itself."""
-    N, A, W, H, D = q_NAWHD.shape
-    S, G = k_NSGD.shape[1:3]
-    R = H // G
-    # X: query rows that share a key/value head of one document.
-    q_NAGXD = (
-        (q_NAWHD * (1 / math.sqrt(D)))
-        .reshape(N, A, W, G, R, D)
-        .transpose(0, 3, 1, 4, 2, 5)
-        .astype(dtype)
-    )  # N G A R W D
-    s_ctx = _dot(
-        q_NAGXD.reshape(N, G, A * R * W, D),
-        k_NSGD.transpose(0, 2, 1, 3).astype(dtype),
-        "NGXD,NGSD->NGXS",
-    ).reshape(N, G, A, R, W, S)
-    k_blk = k_NAWGD.transpose(0, 3, 1, 2, 4).astype(dtype)  # N G A W D
-    v_blk = v_NAWGD.transpose(0, 3, 1, 2, 4).astype(dtype)
-    s_blk = _dot(
-        q_NAGXD.reshape(N, G, A, R * W, D), k_blk, "NGAXD,NGAWD->NGAXW"
-    ).reshape(N, G, A, R, W, W)
-
-    position_S = jnp.arange(S)[None, None, None, :]
-    anchor_NA11 = blocks.anchor_NA[:, :, None, None]
-    seen = position_S < anchor_NA11
-    window = drafter.layer_window(cfg, layer)
-    if window is not None:
-        row_W = jnp.arange(W)[None, None, :, None]
-        seen = seen & (anchor_NA11 + row_W - position_S < window)
-    s_ctx = jnp.where(seen[:, None, :, None], s_ctx, -jnp.inf)
-    own_WW = drafter.block_mask(cfg, layer, W)
-    s_blk = jnp.where(own_WW.reshape(1, 1, 1, 1, W, W), s_blk, -jnp.inf)
-
-    top = lax.stop_gradient(
-        jnp.maximum(
-            jnp.max(s_ctx, axis=-1, keepdims=True),
-            jnp.max(s_blk, axis=-1, keepdims=True),
-        )
-    )
-    p_ctx, p_blk = jnp.exp(s_ctx - top), jnp.exp(s_blk - top)
-    total = jnp.sum(p_ctx, axis=-1, keepdims=True) + jnp.sum(
-        p_blk, axis=-1, keepdims=True
-    )
-    o_ctx = _dot(
-        p_ctx.astype(dtype).reshape(N, G, A * R * W, S),
-        v_NSGD.transpose(0, 2, 1, 3).astype(dtype),
-        "NGXS,NGSD->NGXD",
-    ).reshape(N, G, A, R, W, D)
-    o_blk = _dot(
-        p_blk.astype(dtype).reshape(N, G, A, R * W, W), v_blk, "NGAXW,NGAWD->NGAXD"
-    ).reshape(N, G, A, R, W, D)
-    out = (o_ctx + o_blk) / total
-    return out.transpose(0, 2, 4, 1, 3, 5).reshape(N, A, W, H, D)
-
-
-def _dot(a: Array, b: Array, how: str) -> Array:
-    return jnp.einsum(how, a, b, preferred_element_type=jnp.float32)
-
-
-def block_hidden(
-    params: dict[str, Any],
-    cfg: DrafterConfig,
-    embed_VE: Float[Array, "V E"],
-    blocks: Blocks,
-    width: int,
-    dtype: jnp.dtype = jnp.float32,
-) -> Float[Array, "N A K E"]:
-    """Hidden states of the draft slots of every block.
-
-    Args:
-      width: drafts per block, `1..cfg.max_drafts`.
-      dtype: of the attention products' inputs; the linear layers follow `params`.
-    """
-    N, S = blocks.token_NS.shape
-    ctx_NSE = drafter.context(params, cfg, blocks.taps_NSC)
-    position_NS = jnp.broadcast_to(jnp.arange(S)[None], (N, S))
-    k_YNSGD, v_YNSGD = drafter.context_kv(params, cfg, ctx_NSE, position_NS)
-
-    anchor_token_NA = jnp.take_along_axis(blocks.token_NS, blocks.anchor_NA, axis=1)
-    token_NAW = drafter.block_tokens(cfg, anchor_token_NA, width)
-    W = token_NAW.shape[-1]
-    position_NAW = blocks.anchor_NA[..., None] + jnp.arange(W)[None, None, :]
-
-    def attend_layer(i: int, q: Array, k: Array, v: Array) -> Array:
-        return _block_attention(cfg, i, blocks, q, k, v, k_YNSGD[i], v_YNSGD[i], dtype)
-
-    x_NAWE = embed(token_NAW, embed_VE)
-    hidden = drafter.block_layers(params, cfg, x_NAWE, position_NAW, attend_layer)
-    return drafter.draft_slots(cfg, hidden)
-
-
-@jax.custom_vjp
-def cross_entropy(
-    hidden_XE: Float[Array, "X E"],
-    head_ME: Float[Array, "M E"],
-    label_X: Int[Array, "X"],
-    bias_M: Float[Array, "M"] | None = None,
-) -> Float[Array, "X"]:
-    """`-log softmax(hidden @ head.T + bias)[label]`, differentiable in `hidden`.
-
-    The head is frozen and gets no gradient, so the gradient of a row is the mean head
-    row under the softmax minus the label's, which the forward pass can form while it
-    has the logits at hand: nothing of size `X * M` is kept for the backward pass.
-    """
-    return _cross_entropy(hidden_XE, head_ME, label_X, bias_M, False)[0]
-
-
-def _cross_entropy(
-    hidden_XE: Array,
-    head_ME: Array,
-    label_X: Array,
-    bias_M: Array | None,
-    gradient: bool,
-) -> tuple[Array, Array | None]:
-    logit_XM = logits(hidden_XE, head_ME)
-    if bias_M is not None:
-        logit_XM = logit_XM + bias_M[None, :]
-    log_total_X1 = jax.nn.logsumexp(logit_XM, axis=-1, keepdims=True)
-    label_XE = head_ME[label_X]
-    # The label's logit with the operands that made the others.
-    read_XE = hidden_XE.astype(head_ME.dtype).astype(jnp.float32)
-    label_logit_X = jnp.sum(read_XE * label_XE.astype(jnp.float32), axis=-1)
-    if bias_M is not None:
-        label_logit_X = label_logit_X + bias_M[label_X]
-    nll_X = log_total_X1[:, 0] - label_logit_X
-    if not gradient:
-        return nll_X, None
-    p_XM = jnp.exp(logit_XM - log_total_X1).astype(head_ME.dtype)
-    mean_XE = lax.dot_general(
-        p_XM, head_ME, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
-    )
-    return nll_X, mean_XE - label_XE.astype(jnp.float32)
-
-
-def _cross_entropy_forward(
-    hidden_XE: Array, head_ME: Array, label_X: Array, bias_M: Array | None = None
-):
-    return _cross_entropy(hidden_XE, head_ME, label_X, bias_M, True)
-
-
-def _cross_entropy_backward(grad_XE: Array, grad_X: Array):
-    return grad_XE * grad_X[:, None], None, None, None
-
-
-cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
+    @property
+    def compares(self) -> bool:
+        """Whether the target's own distributions are needed."""
+        return self.kl > 0 or self.l1 > 0 or self.confidence > 0
 
 
 @flax.struct.dataclass
@@ -232,47 +80,213 @@ class Shortlist:
     bias_M: Float[Array, "M"]
 
 
-def block_loss(
+def slot_weights(width: int, gamma: float) -> Float[Array, "K"]:
+    """`exp(-(k - 1) / gamma)` for drafts `k = 1..width`; 1 where `gamma` is 0."""
+    if gamma == 0:
+        return jnp.ones(width, jnp.float32)
+    return jnp.exp(-jnp.arange(width, dtype=jnp.float32) / gamma)
+
+
+def pace_weights(
+    logp_XK: Float[Array, "*X K"], there_XK: Bool[Array, "*X K"]
+) -> Float[Array, "*X K"]:
+    """What each slot does for the expected accepted length, up to a common factor.
+
+    The derivative of `sum_m prod_{i <= m} q_i` by the log of `q_k`: the chances of all
+    slots that are reached through slot `k`. With `q` the label's probability, half way
+    to 1. No gradient goes through it.
+
+    Args:
+      logp_XK: log-probability of each slot's label.
+      there_XK: slots that have one; others count nothing.
+    """
+    chance_XK = jnp.exp(lax.stop_gradient(logp_XK))
+    chance_XK = _PACE_SMOOTHING * chance_XK + (1 - _PACE_SMOOTHING)
+    reached_XK = jnp.where(there_XK, jnp.cumprod(chance_XK, axis=-1), 0.0)
+    return lax.cumsum(reached_XK, axis=reached_XK.ndim - 1, reverse=True)
+
+
+@flax.struct.dataclass
+class SlotTerms:
+    """Losses of draft slots, and the target's chance to accept one.
+
+    Attributes:
+      ce_X: cross entropy with the label.
+      kl_X: divergence of the target's distribution from the drafter's; 0 without one.
+      l1_X: distance of the two; 0 without one.
+    """
+
+    ce_X: Float[Array, "*X"]
+    kl_X: Float[Array, "*X"]
+    l1_X: Float[Array, "*X"]
+
+
+def slot_terms(
+    logit_XM: Float[Array, "*X M"],
+    target_XM: Float[Array, "*X M"] | None,
+    label_X: Int[Array, "*X"],
+) -> SlotTerms:
+    """Compares the drafter's logits with a label, and with the target's logits."""
+    logq_XM = jax.nn.log_softmax(logit_XM)
+    ce_X = -jnp.take_along_axis(logq_XM, label_X[..., None], axis=-1)[..., 0]
+    if target_XM is None:
+        return SlotTerms(ce_X, jnp.zeros_like(ce_X), jnp.zeros_like(ce_X))
+    logp_XM = jax.nn.log_softmax(lax.stop_gradient(target_XM))
+    p_XM = jnp.exp(logp_XM)
+    kl_X = jnp.sum(p_XM * (logp_XM - logq_XM), axis=-1)
+    l1_X = jnp.sum(jnp.abs(p_XM - jnp.exp(logq_XM)), axis=-1)
+    return SlotTerms(ce_X, kl_X, l1_X)
+
+
+@dataclass(frozen=True)
+class _Head:
+    """The LM head over all words or a shortlist, with a Markov head's bias or none."""
+
+    rows_ME: Array
+    bias_M: Array | None
+    markov: dict[str, Array] | None
+
+    def drafter(self, hidden: Array, previous: Array) -> Array:
+        """Logits of the drafter, of its hidden states and the tokens before."""
+        out = self.target(hidden)
+        if self.markov is None:
+            return out
+        state = self.markov["previous_VX"][previous]
+        return out + project(state, self.markov["next_VX"].T)
+
+    def target(self, hidden: Array) -> Array:
+        """Logits of the target, of its hidden states."""
+        # `project`, for its gradient multiplies in the head's dtype.
+        out = project(hidden, self.rows_ME.T)
+        if self.bias_M is None:
+            return out
+        # Of the same rank, for strict runs broadcast nothing implicitly.
+        return out + jnp.expand_dims(self.bias_M, tuple(range(out.ndim - 1)))
+
+
+def _head(
+    params: dict[str, Any], head_VE: Array, shortlist: Shortlist | None, dtype: Any
+) -> _Head:
+    markov = params.get("markov")
+    if shortlist is None:
+        return _Head(head_VE.astype(dtype), None, markov)
+    rows_ME = head_VE[shortlist.word_M].astype(dtype)
+    if markov is not None:
+        markov = markov | {"next_VX": markov["next_VX"][shortlist.word_M]}
+    return _Head(rows_ME, shortlist.bias_M, markov)
+
+
+def weighted_loss(
     params: dict[str, Any],
     cfg: DrafterConfig,
     embed_VE: Float[Array, "V E"],
     head_VE: Float[Array, "V E"],
     blocks: Blocks,
     width: int,
-    gamma: float,
+    objective: Objective,
     shortlist: Shortlist | None = None,
     compute_dtype: jnp.dtype = jnp.float32,
-) -> Float[Array, ""]:
-    """Weighted cross entropy of the drafts, over the sum of the weights.
+    mesh: Mesh | None = None,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Sum of the drafts' weighted losses, and the sum of the weights.
+
+    Apart from each other, so that micro-batches and shards add up to what one batch
+    of all of them gives.
 
     Args:
       params: float32 masters.
       embed_VE, head_VE: the target's, frozen.
+      blocks: with `hidden_NSE` if the objective compares with the target.
       width: drafts per block; fewer than the full block train its narrow form.
-      gamma: slot `k >= 1` weighs `exp(-(k - 1) / gamma)`.
       shortlist: if given, softmax runs over its words only.
       compute_dtype: what products read; they accumulate in float32 in any case.
+      mesh: the devices that documents and parameters are dealt over, if several.
     """
+    if objective.heads_only:
+        heads = {n: params[n] for n in _HEADS if n in params}
+        params = lax.stop_gradient(params) | heads
+    params = cast(params, compute_dtype)
     hidden_NAKE = block_hidden(
-        cast(params, compute_dtype), cfg, embed_VE, blocks, width, compute_dtype
+        params, cfg, embed_VE, blocks, width, compute_dtype, mesh
     )
     label_NAK, there_NAK = labels(blocks, width)
-    head_ME, bias_M = head_VE, None
+    previous_NAK = previous_tokens(blocks, width)
+    judged_NAKE = target_hidden(blocks, width) if objective.compares else None
     if shortlist is not None:
-        bias_M = shortlist.bias_M
-        head_ME = head_VE[shortlist.word_M]
         label_NAK = shortlist.place_V[label_NAK]
-    nll_X = cross_entropy(
-        hidden_NAKE.reshape(-1, cfg.embed),
-        head_ME.astype(compute_dtype),
-        label_NAK.reshape(-1),
-        bias_M,
+    head = _head(params, head_VE, shortlist, compute_dtype)
+
+    def terms(hidden: Array, judged: Array | None, previous: Array, label: Array):
+        target = None if judged is None else head.target(judged)
+        return slot_terms(head.drafter(hidden, previous), target, label)
+
+    rows = (hidden_NAKE, judged_NAKE, previous_NAK, label_NAK)
+    if shortlist is not None:
+        found = terms(*rows)
+    else:
+        # A document of each shard at a time, anew in the backward pass: logits of all
+        # over a whole vocabulary would not fit.
+        shards = 1 if mesh is None else mesh.shape[DATA]
+        found = _map_documents(jax.checkpoint(terms), rows, shards)
+    loss_NAK = (
+        objective.ce * found.ce_X
+        + objective.kl * found.kl_X
+        + objective.l1 * found.l1_X
     )
-    weight_NAK = (
-        there_NAK.astype(jnp.float32) * slot_weights(width, gamma)[None, None, :]
+    if objective.confidence:
+        # Nothing that judges a draft may see it: the token before is what it gets.
+        logit_NAK = drafter.confidence_logit(params, cfg, hidden_NAKE, previous_NAK)
+        chance_NAK = 1 - 0.5 * lax.stop_gradient(found.l1_X)
+        loss_NAK += objective.confidence * _binary(logit_NAK, chance_NAK)
+    slot_K = slot_weights(width, objective.gamma)
+    weight_NAK = there_NAK.astype(jnp.float32) * slot_K[None, None, :]
+    if objective.pace:
+        weight_NAK = weight_NAK * pace_weights(-found.ce_X, there_NAK)
+    return jnp.sum(loss_NAK * weight_NAK), jnp.sum(weight_NAK)
+
+
+def _map_documents(f: Callable[..., Any], rows: Any, at_once: int) -> Any:
+    """`f` of a few documents at a time, one of each of as many equal parts."""
+
+    def deal(x: Array) -> Array:
+        return x.reshape(at_once, -1, *x.shape[1:]).swapaxes(0, 1)
+
+    def gather(x: Array) -> Array:
+        return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
+
+    found = lax.map(lambda some: f(*some), jax.tree.map(deal, rows))
+    return jax.tree.map(gather, found)
+
+
+def _binary(logit: Array, chance: Array) -> Array:
+    """Cross entropy of a chance with a logistic guess of it."""
+    return jax.nn.softplus(logit) - chance * logit
+
+
+def mean_loss(
+    params: dict[str, Any],
+    cfg: DrafterConfig,
+    embed_VE: Float[Array, "V E"],
+    head_VE: Float[Array, "V E"],
+    blocks: Blocks,
+    width: int,
+    objective: Objective,
+    shortlist: Shortlist | None = None,
+    compute_dtype: jnp.dtype = jnp.float32,
+) -> Float[Array, ""]:
+    """`weighted_loss` over the sum of its weights."""
+    total, weight = weighted_loss(
+        params,
+        cfg,
+        embed_VE,
+        head_VE,
+        blocks,
+        width,
+        objective,
+        shortlist,
+        compute_dtype,
     )
-    total = jnp.maximum(jnp.sum(weight_NAK), 1e-6)
-    return jnp.sum(nll_X.reshape(weight_NAK.shape) * weight_NAK) / total
+    return total / jnp.maximum(weight, 1e-6)
 
 
 def block_matches(
@@ -286,14 +300,17 @@ def block_matches(
 ) -> tuple[Bool[Array, "N A K"], Bool[Array, "N A K"]]:
     """Whether each draft is the document's token, and whether there is such a token.
 
-    Over the whole vocabulary. Where the documents are the target's greedy text, these
-    are the acceptances of greedy decoding.
+    Over the whole vocabulary. Where the documents are the target's greedy text, the
+    prefixes that match are those that greedy decoding accepts: up to its first miss a
+    Markov head has been given what it would have drafted itself.
     """
-    hidden_NAKE = block_hidden(
-        cast(params, compute_dtype), cfg, embed_VE, blocks, width, compute_dtype
-    )
+    params = cast(params, compute_dtype)
+    hidden_NAKE = block_hidden(params, cfg, embed_VE, blocks, width, compute_dtype)
     label_NAK, there_NAK = labels(blocks, width)
-    head = head_VE.astype(compute_dtype)
+    head = _head(params, head_VE, None, compute_dtype)
     # One document at a time: logits of all would not fit.
-    draft_NAK = lax.map(lambda h: jnp.argmax(logits(h, head), axis=-1), hidden_NAKE)
+    draft_NAK = lax.map(
+        lambda some: jnp.argmax(head.drafter(*some), axis=-1),
+        (hidden_NAKE, previous_tokens(blocks, width)),
+    )
     return (draft_NAK == label_NAK) & there_NAK, there_NAK

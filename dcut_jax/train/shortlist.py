@@ -3,7 +3,8 @@
 import numpy as np
 
 from dcut_jax.config import ConfigError
-from dcut_jax.train.loss import Blocks, Shortlist
+from dcut_jax.train.blocks import Blocks
+from dcut_jax.train.loss import Shortlist
 
 
 def make_shortlist(

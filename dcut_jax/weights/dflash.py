@@ -1,13 +1,31 @@
-"""Reads and writes DFlash drafters in the published layout of the z-lab checkpoints.
+"""Reads and writes drafters in the published layouts of DFlash and of DSpark.
 
 A directory with `config.json` and `model.safetensors`: linear weights are
 `[out, in]`, layer names are those of a Qwen3 decoder, and neither embedding nor LM
 head is stored, for both are the target's.
 
-Source: DFlash (arXiv 2602.06036) and the checkpoints published with it.
+DSpark's layout is that with two heads. What it has of its own, and where that stands in
+deepseek-ai/DeepSpec:
+
+* Architecture `Qwen3DSparkModel`; `block_size`, `mask_token_id`, `target_layer_ids`,
+  `markov_rank`, `markov_head_type`, `enable_confidence_head` and
+  `confidence_head_with_markov` at the top level (`modeling/dspark/qwen3/config.py`).
+* `markov_head.markov_w1.weight` and `.markov_w2.weight`, both `[vocabulary, rank]`
+  (`markov_head.py`); `confidence_head.proj.weight`, `[1, hidden size + rank]`, and
+  `.bias`, `[1]` (`common.py`).
+* Slot 0 drafts too, and no field says so. vllm-project/speculators has one,
+  `sample_from_anchor`, true by default for DSpark and false for DFlash
+  (`models/dspark/config.py`).
+* `embed_tokens.weight` and `lm_head.weight` may be stored: copies of the target's,
+  frozen in training (`trainer/base_trainer.py`). SGLang (`models/dspark.py`) skips
+  them, and so does this module.
+
+Source: DFlash (arXiv 2602.06036), DSpark (arXiv 2607.05147), and the checkpoints
+published with them.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +47,7 @@ from dcut_jax.weights.names import Scheme, assemble, publish
 from dcut_jax.weights.safetensors_io import read_tensors
 
 ARCHITECTURE = "DFlashDraftModel"
+DSPARK_ARCHITECTURE = "Qwen3DSparkModel"
 
 # Tensors of relatives that compute something else, by a part of their names.
 _RELATIVES = {
@@ -42,6 +61,9 @@ _RELATIVES = {
     "mlp_conv": "DFlash2",
     "candidate_selector": "DFlash2",
     "encoder.": "a drafter with an encoder (Muse)",
+    "markov_head.gate_proj": "a drafter with a gated Markov head (DSpark)",
+    "markov_head.joint_proj": "a drafter with a recurrent Markov head (DSpark)",
+    "d2t": "a drafter with a vocabulary of its own",
 }
 DFLASH = Scheme(
     "dflash",
@@ -49,6 +71,7 @@ DFLASH = Scheme(
     prefix="model.",
     relatives=_RELATIVES,
 )
+DSPARK = replace(DFLASH, copies=("embed_tokens.weight", "lm_head.weight"))
 
 
 def default_taps(count: int, depth: int) -> tuple[int, ...]:
@@ -98,8 +121,9 @@ def _read_causal(
 def drafter_config(raw: Mapping[str, Any], where: str) -> DrafterConfig:
     """Reads a drafter's `config.json`.
 
-    `block_size`, `mask_token_id`, `target_layer_ids`, `is_causal` and
-    `sample_from_anchor` may sit at the top level or in `dflash_config`.
+    `block_size`, `mask_token_id`, `target_layer_ids`, `is_causal`,
+    `sample_from_anchor` and the fields of the heads may sit at the top level or in
+    `dflash_config`.
 
     Raises:
       ConfigError: naming `where`, for another architecture, a missing or contradictory
@@ -115,9 +139,16 @@ def drafter_config(raw: Mapping[str, Any], where: str) -> DrafterConfig:
 def _read_fields(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The arguments of `DrafterConfig`."""
     names = raw.get("architectures") or []
-    if names != [ARCHITECTURE]:
+    if names not in ([ARCHITECTURE], [DSPARK_ARCHITECTURE]):
         raise ConfigError(
-            f"{where}: architecture {names} is not supported; known: {ARCHITECTURE}"
+            f"{where}: architecture {names} is not supported; "
+            f"known: {ARCHITECTURE}, {DSPARK_ARCHITECTURE}"
+        )
+    if raw.get("speculators_model_type") is not None:
+        raise ConfigError(
+            f"{where}: the layout of speculators (`speculators_model_type`) is not "
+            f"supported (it names a tapped layer by the one behind it); expected "
+            f"z-lab's or DeepSpec's"
         )
     neutral = {
         "attention_bias": False,
@@ -162,12 +193,45 @@ def _read_fields(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
         layer_types=layer_types,
         causal=_read_causal(raw, layer_types, where),
         window=int(window) if "sliding_attention" in layer_types and window else None,
-        sample_from_anchor=bool(_either(raw, "sample_from_anchor", where)),
+        **_read_heads(raw, names == [DSPARK_ARCHITECTURE], where),
+    )
+
+
+def _read_heads(raw: Mapping[str, Any], dspark: bool, where: str) -> dict[str, Any]:
+    """DSpark's options, and which position a slot predicts.
+
+    DFlash files with a Markov head are in the wild with either alignment, and a wrong
+    one costs nearly all acceptance, so those must say which it is.
+    """
+    field = _needed if dspark else _either
+    rank = int(field(raw, "markov_rank", where) or 0)
+    confidence = bool(field(raw, "enable_confidence_head", where))
+    kind = str(_either(raw, "markov_head_type", where) or "vanilla").lower()
+    if rank and kind != "vanilla":
+        raise ConfigError(
+            f"{where}: markov_head_type={kind!r} is not supported; known: 'vanilla'"
+        )
+    with_markov = _either(raw, "confidence_head_with_markov", where)
+    if confidence and with_markov is not None and bool(with_markov) != (rank > 0):
+        raise ConfigError(
+            f"{where}: confidence_head_with_markov={with_markov!r} with "
+            f"markov_rank={rank} is not supported; expected {rank > 0}: a confidence "
+            f"head sees the token before where, and only where, there is a Markov head"
+        )
+    aligned = _needed if rank and not dspark else _either
+    anchor = aligned(raw, "sample_from_anchor", where)
+    return dict(
+        sample_from_anchor=dspark if anchor is None else bool(anchor),
+        markov_rank=rank,
+        confidence_head=confidence,
     )
 
 
 def config_json(cfg: DrafterConfig, dtype: jnp.dtype) -> dict[str, Any]:
-    """The published form of a drafter's description, RoPE in both its forms."""
+    """The published form of a drafter's description, RoPE in both its forms.
+
+    DFlash's layout without heads, else DSpark's.
+    """
     published_causal = tuple(t == "sliding_attention" for t in cfg.layer_types)
     causal: bool | list[bool] | None
     if cfg.causal == published_causal:
@@ -176,17 +240,20 @@ def config_json(cfg: DrafterConfig, dtype: jnp.dtype) -> dict[str, Any]:
         causal = cfg.causal[0]
     else:
         causal = list(cfg.causal)
+    block = {
+        "mask_token_id": cfg.mask_token,
+        "target_layer_ids": list(cfg.target_layers),
+        "is_causal": causal,
+        "sample_from_anchor": cfg.sample_from_anchor,
+    }
+    dspark = has_heads(cfg)
+    own = block | _heads_json(cfg) if dspark else {"dflash_config": block}
     return {
-        "architectures": [ARCHITECTURE],
+        "architectures": [DSPARK_ARCHITECTURE if dspark else ARCHITECTURE],
         "model_type": "qwen3",
         "attention_bias": False,
         "block_size": cfg.block,
-        "dflash_config": {
-            "mask_token_id": cfg.mask_token,
-            "target_layer_ids": list(cfg.target_layers),
-            "is_causal": causal,
-            "sample_from_anchor": cfg.sample_from_anchor,
-        },
+        **own,
         "dtype": jnp.dtype(dtype).name,
         "head_dim": cfg.head_dim,
         "hidden_act": "silu",
@@ -206,6 +273,25 @@ def config_json(cfg: DrafterConfig, dtype: jnp.dtype) -> dict[str, Any]:
     }
 
 
+def has_heads(cfg: DrafterConfig) -> bool:
+    """Whether a drafter has any of DSpark's heads, and so DSpark's layout."""
+    return cfg.markov_rank > 0 or cfg.confidence_head
+
+
+def _heads_json(cfg: DrafterConfig) -> dict[str, Any]:
+    """Fields of the heads. DeepSpec does not build a model without `num_anchors`.
+
+    That is a number of its training and of no meaning here; 512 is what it trains with.
+    """
+    return {
+        "num_anchors": 512,
+        "markov_rank": cfg.markov_rank,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": cfg.confidence_head,
+        "confidence_head_with_markov": cfg.markov_rank > 0,
+    }
+
+
 def to_published(params: dict[str, Any], cfg: DrafterConfig) -> dict[str, np.ndarray]:
     """Tensors under their published names."""
     return publish(params, cfg, DFLASH)
@@ -214,7 +300,7 @@ def to_published(params: dict[str, Any], cfg: DrafterConfig) -> dict[str, np.nda
 def load_drafter(
     directory: str | Path, dtype: jnp.dtype
 ) -> tuple[DrafterConfig, dict[str, Any]]:
-    """Loads a drafter.
+    """Loads a drafter, in DFlash's layout or in DSpark's.
 
     Raises:
       ConfigError: `config.json` is incomplete, contradictory or of another kind.
@@ -226,9 +312,11 @@ def load_drafter(
             raise CheckpointError(
                 f"{path} does not exist; a DFlash drafter has {CONFIG} and {WEIGHTS}"
             )
-    cfg = drafter_config(read_json(config_path), str(config_path))
+    raw = read_json(config_path)
+    cfg = drafter_config(raw, str(config_path))
+    scheme = DSPARK if raw["architectures"] == [DSPARK_ARCHITECTURE] else DFLASH
     tensors = read_tensors(weights_path)
-    return cfg, assemble(tensors, cfg, DFLASH, dtype, str(weights_path))
+    return cfg, assemble(tensors, cfg, scheme, dtype, str(weights_path))
 
 
 def save_drafter(
@@ -237,7 +325,11 @@ def save_drafter(
     params: dict[str, Any],
     dtype: jnp.dtype,
 ) -> None:
-    """Writes a drafter that `load_drafter` and the published runtimes read."""
+    """Writes a drafter that `load_drafter` and the published runtimes read.
+
+    Without the target's tables: vLLM and SGLang take them from the target. DeepSpec's
+    own evaluation wants them in the file.
+    """
     tensors = {
         name: value.astype(jnp.dtype(dtype))
         for name, value in to_published(params, cfg).items()

@@ -1,8 +1,9 @@
 """One table of tensor names, used to read and to write, and a strict assembler.
 
 Owners of the published names: Hugging Face transformers (`LlamaForCausalLM`,
-`Qwen3ForCausalLM`), llama.cpp (GGUF architectures `llama` and `qwen3`) and the z-lab
-DFlash checkpoints (`DFlashDraftModel`).
+`Qwen3ForCausalLM`), llama.cpp (GGUF architectures `llama` and `qwen3`), the z-lab
+DFlash checkpoints (`DFlashDraftModel`), and for the heads of a drafter
+deepseek-ai/DeepSpec (`Qwen3DSparkModel`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,8 +21,8 @@ from dcut_jax.weights.errors import CheckpointError
 
 # as_is: the same array. linear: `[out, in]` there, `[in, *out]` here, and
 # `[*in, out]` for the output projection. rotary: linear, and rows of a head are the
-# components that RoPE rotates in pairs.
-Layout = Literal["as_is", "linear", "rotary"]
+# components that RoPE rotates in pairs. scalar: `[1]` there, `[]` here.
+Layout = Literal["as_is", "linear", "rotary", "scalar"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,10 @@ TABLE = (
     Name("norm_E", "as_is", "model.norm.weight", "output_norm.weight", "norm.weight"),
     Name("fc_CE", "linear", dflash="fc.weight"),
     Name("hidden_norm_E", "as_is", dflash="hidden_norm.weight"),
+    Name("markov.previous_VX", "as_is", dflash="markov_head.markov_w1.weight"),
+    Name("markov.next_VX", "as_is", dflash="markov_head.markov_w2.weight"),
+    Name("confidence.weight_X", "linear", dflash="confidence_head.proj.weight"),
+    Name("confidence.bias", "scalar", dflash="confidence_head.proj.bias"),
     *(
         Name(
             f"layers.{{i}}.{ours}",
@@ -80,6 +85,8 @@ class Scheme:
       prefix: what may stand before a name, or may not.
       ignored: ends of names of buffers that hold no weights.
       relatives: models that compute something else, by a part of a tensor's name.
+      copies: names of `[V, E]` tables of another model, which a file may hold too.
+        Their shape is checked; they are not read.
     """
 
     column: Literal["hf", "gguf", "dflash"]
@@ -88,6 +95,7 @@ class Scheme:
     prefix: str = ""
     ignored: tuple[str, ...] = ()
     relatives: Mapping[str, str] = field(default_factory=dict)
+    copies: tuple[str, ...] = ()
 
     def name(self, ours: str, layer: str = "") -> str:
         """The published name of a row of the table, "" if it has none here."""
@@ -122,6 +130,8 @@ class Slot:
     def published_shape(self) -> tuple[int, ...]:
         if self.layout == "as_is":
             return self.spec.shape
+        if self.layout == "scalar":
+            return (1,)
         assert self.spec.fan_in is not None
         size = int(np.prod(self.spec.shape))
         return (size // self.spec.fan_in, self.spec.fan_in)
@@ -151,21 +161,22 @@ def slots(cfg: ModelConfig | DrafterConfig, scheme: Scheme) -> dict[str, Slot]:
     """Every tensor that a checkpoint of `cfg` has, by its published name."""
     out = {}
     for ours, spec in flatten_names(_specs(cfg)).items():
-        top, *rest = ours.split(".")
-        layer, row = (rest[0], f"{top}.{{i}}.{rest[1]}") if rest else ("", top)
+        layer, row = "", ours
+        if ours.startswith("layers."):
+            top, layer, leaf = ours.split(".")
+            row = f"{top}.{{i}}.{leaf}"
         out[scheme.name(row, layer)] = Slot(ours, spec, _BY_OURS[row].layout)
     return out
 
 
-def _tree(flat: dict[str, Any], cfg: ModelConfig | DrafterConfig) -> dict[str, Any]:
-    """The nested form of dotted names; the inverse of `flatten_names`."""
-    shape = _specs(cfg)
-    tree = {name: flat[name] for name in shape if name != "layers"}
-    tree["layers"] = tuple(
-        {leaf: flat[f"layers.{i}.{leaf}"] for leaf in layer}
-        for i, layer in enumerate(shape["layers"])
-    )
-    return tree
+def _tree(flat: dict[str, Any], shape: Any, name: str = "") -> Any:
+    """The nested form of dotted names, as `shape` has it; undoes `flatten_names`."""
+    below = f"{name}." if name else ""
+    if isinstance(shape, Mapping):
+        return {key: _tree(flat, part, f"{below}{key}") for key, part in shape.items()}
+    if isinstance(shape, tuple):
+        return tuple(_tree(flat, part, f"{below}{i}") for i, part in enumerate(shape))
+    return flat[name]
 
 
 def _stored_names(tensors: TensorSource, scheme: Scheme) -> dict[str, str]:
@@ -203,7 +214,8 @@ def assemble(
     wanted, stored = slots(cfg, scheme), _stored_names(tensors, scheme)
     head, table = scheme.name("head_VE"), scheme.name("embed_VE")
     tied = isinstance(cfg, ModelConfig) and cfg.tied
-    surplus = sorted(stored.keys() - wanted.keys() - ({head} if tied else set()))
+    known_too = {*scheme.copies, *([head] if tied else [])}
+    surplus = sorted(stored.keys() - wanted.keys() - known_too)
     if surplus:
         first = surplus[0]
         known = [what for part, what in scheme.relatives.items() if part in first]
@@ -238,12 +250,17 @@ def assemble(
                 f"but the config ties them; set tie_word_embeddings to false if it is "
                 f"separate"
             )
+    whole = ParamSpec((cfg.vocab, cfg.embed), ("vocab", "embed"), None)
+    for name in set(scheme.copies) & stored.keys():
+        take(name, Slot("", whole, "as_is"))
+
     flat = {}
     for name, slot in wanted.items():
         value = slot.read(take(name, slot), scheme.paired)
         # A copy: the value may be a view of the file.
         flat[slot.ours] = jnp.array(value, jnp.dtype(dtype))
-    return _tree(flat, cfg)
+    tree: dict[str, Any] = _tree(flat, _specs(cfg))
+    return tree
 
 
 def publish(

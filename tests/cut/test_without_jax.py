@@ -7,7 +7,13 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    "module", ["dcut_jax.cut.numpy_plan", "dcut_jax.cut.width", "dcut_jax.cost.table"]
+    "module",
+    [
+        "dcut_jax.cut.numpy_plan",
+        "dcut_jax.cut.sts",
+        "dcut_jax.cut.width",
+        "dcut_jax.cost.table",
+    ],
 )
 def test_it_imports_without_jax(module):
     code = f"import sys; sys.modules['jax'] = None; import {module}"

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dcut_jax.models.dense import forward_sequences
+from dcut_jax.train.config import TrainConfig
 from dcut_jax.train.data import DatasetWriter
 from dcut_jax.weights.hf import load_hf
 
@@ -40,3 +41,33 @@ def dataset(target, tmp_path_factory):
             size = int(rng.integers(24, 49))
             writer.append(token_S[:size], 8, taps_SC[:size])
     return path
+
+
+@pytest.fixture
+def config(golden, dataset, tmp_path):
+    """A run of a few steps."""
+    return TrainConfig(
+        target=str(golden / "target"),
+        data=str(dataset),
+        out=str(tmp_path / "run"),
+        mask_token=100,
+        layers=1,
+        target_layers=(1, 2, 3),
+        block=8,
+        docs=4,
+        anchors=4,
+        length=40,
+        widths=(5,),
+        gamma=4.0,
+        shortlist=100,
+        shortlist_frequent=8,
+        compute_dtype="float32",
+        steps=6,
+        lr=2e-3,
+        log_every=1,
+        eval_every=6,
+        eval_fraction=0.2,
+        eval_docs=6,
+        eval_anchors=2,
+        save_every=2,
+    )

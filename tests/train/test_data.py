@@ -8,7 +8,7 @@ from dcut_jax.train.data import (
     Dataset,
     DatasetError,
     DatasetWriter,
-    documents_of_step,
+    Order,
     draw_blocks,
 )
 
@@ -68,8 +68,9 @@ def test_tokens_alone(tmp_path):
             writer.append([1, 2, 3], 1, np.ones((3, 6)))
     data = Dataset.open(tmp_path)
     assert data.document(0).features is None
-    with pytest.raises(DatasetError, match="no features"):
-        draw_blocks(data, np.array([0]), 2, 8, np.random.default_rng(0))
+    blocks = draw_blocks(data, np.array([0]), 2, 8, np.random.default_rng(0))
+    assert blocks.taps_NSC is None
+    assert blocks.hidden_NSE is None
 
 
 def test_a_killed_writer_is_continued_after_its_last_document(tmp_path):
@@ -158,10 +159,47 @@ def test_a_draw_depends_on_seed_and_prompt_alone(tmp_path):
     assert not np.any(draws(tmp_path / "seed", docs[:200], seed=1) == drawn)
 
 
-def test_an_epoch_visits_every_document_once():
-    usable = np.array([3, 5, 8, 9, 11])
-    drawn = np.concatenate([documents_of_step(usable, 3, s, seed=1) for s in range(10)])
-    epochs = drawn.reshape(6, 5)
-    assert all(sorted(e) == usable.tolist() for e in epochs.tolist())
+def test_an_epoch_visits_every_document_but_those_left_over_once():
+    index, size = np.array([3, 5, 8, 9, 11]), np.full(5, 10)
+    order = Order(index, size, 2, (16,), seed=1)
+    assert order.steps_per_epoch == 2
+    steps = [order.of_step(s)[0] for s in range(20)]
+    epochs = np.concatenate(steps).reshape(10, 4)
+    assert all(len(set(e)) == 4 for e in epochs.tolist())
+    assert set(epochs.ravel().tolist()) == set(index.tolist())
     assert len({tuple(e) for e in epochs.tolist()}) > 1
-    np.testing.assert_array_equal(drawn[12:15], documents_of_step(usable, 3, 4, seed=1))
+    again = Order(index, size, 2, (16,), seed=1).of_step(7)[0]
+    np.testing.assert_array_equal(steps[7], again)
+
+
+def test_documents_of_a_step_share_the_shortest_length_that_holds_them():
+    size = np.array([4, 5, 6, 7, 12, 13, 14, 30, 31])
+    order = Order(np.arange(9), size, 2, (8, 16, 24), seed=0)
+    for step in range(40):
+        documents, length = order.of_step(step)
+        held = np.minimum(size[documents], 24)
+        assert length >= held.max()
+        # At most one was left over by a shorter length.
+        shorter = [8, 16, 24][: [8, 16, 24].index(length)]
+        assert sum(any(h <= s for s in shorter) for h in held) <= 1
+
+
+def test_few_documents_fill_a_step_more_than_once():
+    order = Order(np.array([4, 6]), np.array([9, 9]), 5, (16,), seed=0)
+    assert set(order.of_step(0)[0].tolist()) == {4, 6}
+
+
+def test_an_order_of_nothing_is_refused():
+    with pytest.raises(DatasetError, match="no documents"):
+        Order(np.array([], int), np.array([], int), 2, (16,), seed=0)
+
+
+def test_hidden_states_lie_behind_the_taps(tmp_path):
+    about = ABOUT | {"hidden_channels": 2}
+    features = np.arange(24, dtype=np.float32).reshape(4, 6)
+    with DatasetWriter(tmp_path, about, channels=6) as writer:
+        writer.append([1, 2, 3, 4], 1, features)
+    data = Dataset.open(tmp_path)
+    blocks = draw_blocks(data, np.array([0]), 1, 4, np.random.default_rng(0))
+    np.testing.assert_array_equal(blocks.taps_NSC[0], features[:, :4])
+    np.testing.assert_array_equal(blocks.hidden_NSE[0], features[:, 4:])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dcut_jax.models import cache, drafter
-from dcut_jax.train.loss import Blocks, block_hidden
+from dcut_jax.train.blocks import Blocks, block_hidden
 from dcut_jax.weights.dflash import load_drafter
 
 S, ANCHORS = 32, (9, 14, 25)

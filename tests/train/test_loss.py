@@ -9,15 +9,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from dcut_jax.models import drafter
 from dcut_jax.models.dense import forward_sequences
 from dcut_jax.models.layers import project
+from dcut_jax.models.params import init
+from dcut_jax.train.blocks import Blocks, labels
 from dcut_jax.train.loss import (
-    Blocks,
+    Objective,
     Shortlist,
-    block_loss,
     block_matches,
-    cross_entropy,
-    labels,
+    mean_loss,
+    pace_weights,
+    slot_terms,
     slot_weights,
 )
 from dcut_jax.weights.dflash import load_drafter, to_published
@@ -65,8 +68,9 @@ def loss_and_grads(case, target, width=7, dtype=jnp.float32, shortlist=None):
 
     @jax.jit
     def both(params):
-        return jax.value_and_grad(block_loss)(
-            params, cfg, embed, head, blocks, width, said["gamma"], shortlist, dtype
+        objective = Objective(gamma=said["gamma"])
+        return jax.value_and_grad(mean_loss)(
+            params, cfg, embed, head, blocks, width, objective, shortlist, dtype
         )
 
     return both(params)
@@ -110,26 +114,109 @@ def test_a_shortlist_of_all_words_is_the_whole_softmax(
     )
 
 
-def test_cross_entropy_against_numpy_and_autodiff():
+def test_terms_of_a_slot_are_those_of_whole_softmaxes():
     rng = np.random.default_rng(0)
-    hidden, head = (rng.normal(size=s).astype(np.float32) for s in ((5, 8), (11, 8)))
-    label, bias = rng.integers(0, 11, 5), rng.normal(size=11).astype(np.float32)
-    logit = hidden @ head.T + bias
-    want = np.log(np.exp(logit).sum(-1)) - logit[np.arange(5), label]
-    np.testing.assert_allclose(
-        cross_entropy(hidden, head, label, bias), want, rtol=1e-5
+    logits, target = rng.normal(size=(2, 5, 11)).astype(np.float32)
+    label = rng.integers(0, 11, 5)
+    q = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    p = np.exp(target) / np.exp(target).sum(-1, keepdims=True)
+    found = slot_terms(jnp.asarray(logits), jnp.asarray(target), jnp.asarray(label))
+    np.testing.assert_allclose(found.ce_X, -np.log(q[np.arange(5), label]), rtol=1e-5)
+    np.testing.assert_allclose(found.kl_X, (p * np.log(p / q)).sum(-1), rtol=1e-4)
+    np.testing.assert_allclose(found.l1_X, np.abs(p - q).sum(-1), rtol=1e-4)
+
+
+def test_a_drafter_that_is_the_target_has_no_distance_to_it():
+    logits = jnp.asarray(np.random.default_rng(1).normal(size=(3, 7)), jnp.float32)
+    found = slot_terms(logits, logits, jnp.zeros(3, jnp.int32))
+    np.testing.assert_allclose(found.kl_X, 0, atol=1e-6)
+    np.testing.assert_allclose(found.l1_X, 0, atol=1e-6)
+
+
+def test_pace_weights_are_the_derivative_of_the_accepted_length():
+    logp_XK = jnp.log(jnp.asarray([[0.9, 0.2, 0.7], [0.5, 0.5, 0.1]]))
+    there_XK = jnp.asarray([[True, True, True], [True, True, False]])
+
+    def length(shift_XK):
+        chance = (0.5 * jnp.exp(logp_XK) + 0.5) * jnp.exp(shift_XK)
+        return jnp.sum(jnp.where(there_XK, jnp.cumprod(chance, axis=-1), 0))
+
+    want = jax.grad(length)(jnp.zeros_like(logp_XK))
+    np.testing.assert_allclose(pace_weights(logp_XK, there_XK), want, rtol=1e-5)
+    # They are weights: nothing is learned through them.
+    through = jax.grad(lambda x: jnp.sum(pace_weights(x, there_XK)))(logp_XK)
+    assert not np.any(through)
+
+
+@pytest.fixture(scope="module")
+def with_heads(one_layer, target):
+    """A drafter with both of DSpark's heads, and blocks with the target's states."""
+    cfg, _, blocks, said = one_layer
+    cfg = replace(cfg, markov_rank=4, confidence_head=True)
+    params = init(drafter.specs(cfg), jax.random.key(3), jnp.float32)
+    rows = forward_sequences(
+        target[1], target[0], blocks.token_NS, jnp.ones(blocks.token_NS.shape, bool)
+    )
+    return cfg, params, blocks.replace(hidden_NSE=rows.hidden), said
+
+
+def loss_of(with_heads, target, objective, width=7, shortlist=None):
+    cfg, params, blocks, _ = with_heads
+    embed, head = target[1]["embed_VE"], target[1]["head_VE"]
+    run = jax.jit(
+        lambda p: jax.value_and_grad(mean_loss)(
+            p, cfg, embed, head, blocks, width, objective, shortlist
+        )
+    )
+    return run(params)
+
+
+def test_every_term_reaches_every_part_of_the_drafter(with_heads, target):
+    objective = Objective(ce=0.1, kl=0.2, l1=0.9, confidence=1.0, pace=True)
+    loss, grads = loss_of(with_heads, target, objective)
+    assert np.isfinite(float(loss))
+    assert all(np.any(np.asarray(g)) for g in jax.tree.leaves(grads))
+
+
+def test_a_shortlist_of_all_words_changes_no_term(with_heads, target):
+    cfg = with_heads[0]
+    word = np.random.default_rng(0).permutation(cfg.vocab)
+    every = Shortlist(
+        jnp.asarray(word), jnp.asarray(np.argsort(word)), jnp.zeros(cfg.vocab)
+    )
+    objective = Objective(ce=0.1, kl=0.2, l1=0.9, confidence=1.0)
+    loss, grads = loss_of(with_heads, target, objective)
+    short, short_grads = loss_of(with_heads, target, objective, shortlist=every)
+    assert float(short) == pytest.approx(float(loss), rel=1e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), grads, short_grads
     )
 
-    def plain(hidden):
-        logp = jax.nn.log_softmax(hidden @ head.T + bias[None])
-        return -jnp.sum(jnp.arange(5.0) * logp[jnp.arange(5), label])
 
-    def ours(hidden):
-        return jnp.sum(jnp.arange(5.0) * cross_entropy(hidden, head, label, bias))
+def test_heads_alone_leave_the_rest_as_it_is(with_heads, target):
+    objective = Objective(confidence=1.0, heads_only=True)
+    _, grads = loss_of(with_heads, target, objective)
+    for name, some in grads.items():
+        learns = any(np.any(np.asarray(g)) for g in jax.tree.leaves(some))
+        assert learns == (name in ("markov", "confidence")), name
 
-    np.testing.assert_allclose(
-        jax.grad(ours)(hidden), jax.grad(plain)(hidden), atol=1e-5
+
+def test_a_silent_markov_head_is_the_drafter_without_one(with_heads, target):
+    cfg, params, blocks, said = with_heads
+    silent = jnp.zeros_like(params["markov"]["next_VX"])
+    markov = params["markov"] | {"next_VX": silent}
+    loss, _ = loss_of(
+        (cfg, params | {"markov": markov}, blocks, said), target, Objective()
     )
+    bare = {n: p for n, p in params.items() if n not in ("markov", "confidence")}
+    plain = replace(cfg, markov_rank=0, confidence_head=False)
+    want, _ = loss_of((plain, bare, blocks, said), target, Objective())
+    assert float(loss) == pytest.approx(float(want), rel=1e-6)
+
+
+def test_comparing_without_the_targets_states_is_refused(one_layer, target):
+    with pytest.raises(ValueError, match="no hidden states"):
+        loss_of(one_layer, target, Objective(kl=1.0))
 
 
 @pytest.mark.parametrize("contract", [1, 2])

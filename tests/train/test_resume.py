@@ -17,45 +17,16 @@ import pytest
 
 from dcut_jax.config import ConfigError
 from dcut_jax.models.dense import head_VE
-from dcut_jax.train import loop
+from dcut_jax.train import evaluate, loop
 from dcut_jax.train.__main__ import main
-from dcut_jax.train.config import TrainConfig, check_same_run, read_config
+from dcut_jax.train.blocks import Blocks, labels
+from dcut_jax.train.config import check_same_run, read_config
 from dcut_jax.train.data import Dataset, DatasetError, DatasetWriter
 from dcut_jax.train.export import describe, versions
-from dcut_jax.train.loop import Trainer, make_trainer
-from dcut_jax.train.loss import Blocks, labels
+from dcut_jax.train.loop import Trainer, make_trainer, split
 from dcut_jax.train.shortlist import make_shortlist
 from dcut_jax.weights.dflash import load_drafter, save_drafter
 from dcut_jax.weights.load import load_target
-
-
-@pytest.fixture
-def config(golden, dataset, tmp_path):
-    return TrainConfig(
-        target=str(golden / "target"),
-        data=str(dataset),
-        out=str(tmp_path / "run"),
-        mask_token=100,
-        layers=1,
-        target_layers=(1, 2, 3),
-        block=8,
-        docs=4,
-        anchors=4,
-        length=40,
-        widths=(5,),
-        gamma=4.0,
-        shortlist=100,
-        shortlist_frequent=8,
-        compute_dtype="float32",
-        steps=6,
-        lr=2e-3,
-        log_every=1,
-        eval_every=6,
-        eval_fraction=0.2,
-        eval_docs=6,
-        eval_anchors=2,
-        save_every=2,
-    )
 
 
 def trainer(config, target):
@@ -164,38 +135,37 @@ def test_nothing_left_to_train_on_or_to_hold_out(config, target):
         trainer(replace(config, eval_fraction=0.9999), target)
     with pytest.raises(DatasetError, match="none of them is held out"):
         trainer(replace(config, eval_fraction=1e-6), target)
-    assert len(trainer(replace(config, eval_fraction=0.0), target).usable) == 100
+    every, held_out = split(Dataset.open(config.data), replace(config, eval_fraction=0))
+    assert (len(every), len(held_out)) == (100, 0)
 
 
-def test_what_is_held_out_stays_held_out_as_the_dataset_grows(config, target, tmp_path):
+def test_what_is_held_out_stays_held_out_as_the_dataset_grows(config, tmp_path):
     data = Dataset.open(config.data)
-    grown = trainer(config, target)
     with DatasetWriter(tmp_path / "early", {}, channels=192) as writer:
         for i in range(40):
             doc = data.document(i)
             writer.append(doc.tokens, doc.prompt_len, doc.features)
-    early = trainer(replace(config, data=str(tmp_path / "early"), eval_docs=99), target)
-    every = trainer(replace(config, eval_docs=99), target)
+    all_of_them = replace(config, eval_docs=99)
+    early = split(Dataset.open(tmp_path / "early"), all_of_them)
+    some, every = split(data, config), split(data, all_of_them)
 
-    held = set(early.held_out.tolist())
+    held = set(early[1].tolist())
     assert held
-    assert held == {i for i in every.held_out.tolist() if i < 40}
-    for run in (grown, every):
-        assert not held & set(run.usable.tolist())
-    assert sorted([*every.usable, *every.held_out]) == list(range(100))
+    assert held == {i for i in every[1].tolist() if i < 40}
+    for usable, _ in (some, every):
+        assert not held & set(usable.tolist())
+    assert sorted([*every[0], *every[1]]) == list(range(100))
     # Fewer are evaluated than are held out, and no more documents are trained on.
-    assert len(grown.held_out) == config.eval_docs < len(every.held_out)
-    np.testing.assert_array_equal(grown.usable, every.usable)
+    assert len(some[1]) == config.eval_docs < len(every[1])
+    np.testing.assert_array_equal(some[0], every[0])
     # One prompt, one side.
     prompts = [
-        {tuple(data.document(i).tokens[:8].tolist()) for i in side}
-        for side in (every.usable, every.held_out)
+        {tuple(data.document(i).tokens[:8].tolist()) for i in side} for side in every
     ]
     assert not prompts[0] & prompts[1]
     # Not the first of the dataset, and another seed holds out others.
-    assert max(every.held_out) > 50
-    other = trainer(replace(config, eval_docs=99, seed=1), target)
-    assert set(other.held_out) != set(every.held_out)
+    assert max(every[1]) > 50
+    assert set(split(data, replace(all_of_them, seed=1))[1]) != set(every[1])
 
 
 def test_widths_are_compared_on_the_same_blocks(config, target, monkeypatch):
@@ -203,7 +173,7 @@ def test_widths_are_compared_on_the_same_blocks(config, target, monkeypatch):
         there_NAK = np.asarray(labels(blocks, width)[1])
         return there_NAK, there_NAK
 
-    monkeypatch.setattr(loop, "compiled_matches", right)
+    monkeypatch.setattr(evaluate, "compiled_matches", right)
     more = replace(config, widths=(2, 7), width_weights=(0.5, 0.5), eval_anchors=12)
     run = trainer(more, target)
     narrow, wide = run.evaluate(2), run.evaluate(7)

@@ -174,7 +174,7 @@ def test_default_taps():
     ("change", "message"),
     [
         ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
-        ({"architectures": ["Qwen3DSparkModel"]}, "Qwen3DSparkModel"),
+        ({"architectures": ["Gemma4DSparkModel"]}, "Gemma4DSparkModel"),
         ({"architectures": None}, "not supported; known: DFlashDraftModel"),
         ({"attention_bias": True}, "attention_bias=True"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),

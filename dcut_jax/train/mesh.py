@@ -1,0 +1,129 @@
+"""Training on a mesh of devices: where parameters, optimiser state and documents lie.
+
+Two axes. Documents are dealt over `data`. Parameters, their averages and the
+optimiser's state are cut over both: heads, feed-forward and words over `model`, the
+embedding over `data`. Nothing of what is trained is held twice, but for norms. The
+compiler adds the gathers and sums; the loss is that of one device, up to the order of
+its sums.
+
+Every process of a run draws the same documents and hands its devices their part.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dcut_jax.config import ConfigError, DrafterConfig
+from dcut_jax.models import drafter
+from dcut_jax.models.params import ParamSpec
+
+DATA, MODEL = "data", "model"
+RULES = {
+    "embed": DATA,
+    "heads": MODEL,
+    "kv_heads": MODEL,
+    "mlp": MODEL,
+    "vocab": MODEL,
+    "taps": MODEL,
+}
+
+
+def make_mesh(data: int, model: int) -> Mesh | None:
+    """A mesh of all devices of all processes; None for a single device.
+
+    Raises:
+      ConfigError: there are more or fewer devices than `data * model`.
+    """
+    devices = jax.devices()
+    if data * model == 1 and jax.process_count() == 1:
+        return None
+    if data * model != len(devices):
+        raise ConfigError(
+            f"mesh_data {data} times mesh_model {model} is {data * model} devices, and "
+            f"there are {len(devices)}; make the product {len(devices)}"
+        )
+    return Mesh(np.asarray(devices).reshape(data, model), (DATA, MODEL))
+
+
+def partition(spec: ParamSpec) -> PartitionSpec:
+    """How a parameter is cut. What has one axis is small, and lies everywhere."""
+    if len(spec.shape) < 2:
+        return PartitionSpec()
+    return PartitionSpec(*(RULES.get(axis) for axis in spec.axes))
+
+
+def check_mesh(mesh: Mesh, cfg: DrafterConfig, docs: int) -> None:
+    """Refuses a mesh over which something cannot be dealt evenly.
+
+    Raises:
+      ConfigError: naming what does not divide, and the sizes that do.
+    """
+    sizes = {
+        MODEL: {
+            "heads": cfg.heads,
+            "key/value heads": cfg.kv_heads,
+            "feed-forward": cfg.mlp,
+            "vocabulary": cfg.vocab,
+            "tapped channels": len(cfg.target_layers) * cfg.embed,
+        },
+        DATA: {"docs": docs, "hidden size": cfg.embed},
+    }
+    for axis, by_name in sizes.items():
+        many = mesh.shape[axis]
+        wrong = [f"{name} {n}" for name, n in by_name.items() if n % many]
+        if wrong:
+            fit = np.gcd.reduce(list(by_name.values()))
+            good = [d for d in range(1, int(fit) + 1) if fit % d == 0]
+            raise ConfigError(
+                f"mesh_{axis} {many} does not divide {', '.join(wrong)}; sizes that "
+                f"divide all it cuts: {', '.join(map(str, good))}"
+            )
+
+
+def param_shardings(mesh: Mesh, cfg: DrafterConfig) -> Any:
+    """A sharding for every parameter of a drafter."""
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, partition(spec)), drafter.specs(cfg)
+    )
+
+
+def table_sharding(mesh: Mesh) -> NamedSharding:
+    """Of the target's embedding and head, `[V, E]`."""
+    return NamedSharding(mesh, PartitionSpec(MODEL, None))
+
+
+def place(tree: Any, shardings: Any) -> Any:
+    """Puts arrays that every process holds whole onto the devices of a mesh.
+
+    Args:
+      shardings: one for all, or a tree of them.
+    """
+    if isinstance(shardings, NamedSharding):
+        shardings = jax.tree.map(lambda _: shardings, tree)
+
+    def put(x: Any, sharding: NamedSharding) -> jax.Array:
+        x = np.asarray(x)
+        return jax.make_array_from_callback(x.shape, sharding, lambda at: x[at])
+
+    return jax.tree.map(put, tree, shardings)
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Of what has micro-batches first and documents second."""
+    return NamedSharding(mesh, PartitionSpec(None, DATA))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def distributed(settings: Mapping[str, Any]) -> None:
+    """Joins the processes of a run, before anything touches a device.
+
+    Args:
+      settings: of `jax.distributed.initialize`; empty to leave them to the cluster.
+    """
+    jax.distributed.initialize(**settings)

@@ -1,0 +1,400 @@
+"""What training tells: a run's log, and the record, table and picture of an evaluation.
+
+`log.jsonl` has a line per logged step. A run that goes on from a checkpoint cuts what
+lies behind it, so no step is there twice, however the run before ended.
+"""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from dcut_jax.bench.report import GRID, INK, Spread
+from dcut_jax.files import write_text
+from dcut_jax.train.checkpoints import MB, SaveError
+from dcut_jax.train.data import DatasetError
+from dcut_jax.train.evaluate import Evaluation, SetResult, Speed, WidthResult
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+LOG = "log.jsonl"
+EVENTS = "tensorboard"  # a directory of the run
+VERSION = 1
+COLUMNS = 100
+SHOWN_SLOTS = 5
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F")
+MARKERS = ("o", "D", "^", "s", "v", "P", "X")
+
+
+# -- a run --------------------------------------------------------------------------
+
+
+class RunLog:
+    """The log of a run that goes on from `step`; a context that closes it.
+
+    Args:
+      out: the run's directory.
+      step: what lies behind it is cut: the run makes it again.
+      tensorboard: also write TensorBoard's event files, under `out`.
+
+    Raises:
+      DatasetError: the log has a line that is none of ours.
+      ImportError: `tensorboard` is asked for, and tensorboardX cannot be imported.
+      SaveError: the log could not be written.
+    """
+
+    def __init__(self, out: Path, step: int, tensorboard: bool = False):
+        self.path = out / LOG
+        self._events: Any = None
+        cut_log(self.path, step)
+        if tensorboard:
+            require_tensorboard()
+            from tensorboardX import SummaryWriter
+
+            # Whatever reads the events drops those of steps that are made again.
+            self._events = SummaryWriter(str(out / EVENTS), purge_step=step + 1)
+        # Unbuffered: a line is there once `write` returns, or the error is ours.
+        self._file = self.path.open("ab", buffering=0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        if self._events is not None:
+            self._events.close()
+
+    def write(self, entry: Mapping[str, Any]) -> None:
+        """Appends a line; its numbers also go to TensorBoard, under their names.
+
+        Args:
+          entry: has `step`; with a `width`, it is an evaluation at that width.
+
+        Raises:
+          SaveError: there is no room for the line.
+        """
+        line = (json.dumps(entry) + "\n").encode()
+        try:
+            written = self._file.write(line)
+        except OSError as error:
+            raise self._failed(error.strerror or str(error)) from error
+        if written != len(line):  # a disk takes what it can before it refuses
+            raise self._failed(os.strerror(28))
+        if self._events is not None:
+            for name, value in scalars(entry).items():
+                self._events.add_scalar(name, value, entry["step"])
+            self._events.flush()
+
+    def _failed(self, why: str) -> SaveError:
+        free = shutil.disk_usage(self.path.parent).free
+        return SaveError(
+            f"{self.path}: expected to append a line, found: {why}; "
+            f"{free / MB:.1f} MB are free there. Checkpoints are untouched: free some "
+            f"space and run the same command again"
+        )
+
+
+def cut_log(path: Path, step: int) -> None:
+    """Leaves a log's lines up to `step`, in one go; half a last line goes too.
+
+    Raises:
+      DatasetError: a line is not an object with a whole number `step`.
+    """
+    if not path.exists():
+        return
+    text = path.read_text()
+    lines = text.splitlines(keepends=True)
+    if lines and not lines[-1].endswith("\n"):
+        lines.pop()  # a killed run was writing it
+    kept = []
+    for number, line in enumerate(lines, 1):
+        try:
+            if int(json.loads(line)["step"]) <= step:
+                kept.append(line)
+        except (ValueError, KeyError, TypeError) as error:
+            raise DatasetError(
+                f"{path}:{number}: expected a JSON object with `step`, found "
+                f"{line[:60]!r}; correct this line, or move the log away"
+            ) from error
+    if "".join(kept) != text:
+        write_text(path, "".join(kept))
+
+
+def scalars(entry: Mapping[str, Any]) -> dict[str, float]:
+    """Numbers of a log line under TensorBoard's names.
+
+    `train/loss`, or of an evaluation `eval/width 7/accepted` and
+    `eval/width 7/slot 01` and so on.
+    """
+    of_width = f"eval/width {entry['width']}" if "width" in entry else "train"
+    found: dict[str, float] = {}
+    for name, value in entry.items():
+        if name in ("step", "width"):
+            continue
+        if name == "slots":
+            found |= {f"{of_width}/slot {k:02}": s for k, s in enumerate(value, 1)}
+        else:
+            found[f"{of_width}/{name}"] = float(value)
+    return found
+
+
+def require_tensorboard() -> None:
+    """Raises ImportError, saying what to do, where tensorboardX cannot be imported."""
+    try:
+        import tensorboardX  # noqa: F401  (an extra)
+    except ImportError as error:
+        raise ImportError(
+            f"--tensorboard needs tensorboardX, which cannot be imported ({error}); "
+            f"run `pip install tensorboardX`, or leave --tensorboard out: {LOG} has "
+            f"the same numbers"
+        ) from error
+
+
+# -- an evaluation ------------------------------------------------------------------
+
+
+def to_json(found: Evaluation) -> str:
+    """The record of an evaluation: raw counts and times, and what follows from them.
+
+    Numbers that are not finite become null. `definitions` says what each field means.
+    """
+    data = {
+        "version": VERSION,
+        "command": found.command,
+        "date": found.date,
+        "machine": dict(found.machine),
+        "target": found.target,
+        "target_identity": found.target_identity,
+        "drafter": found.drafter,
+        "step": found.step,
+        "dtype": found.dtype,
+        "draft_dtype": found.draft_dtype,
+        "batch_size": found.batch_size,
+        "max_new_tokens": found.max_new_tokens,
+        "definitions": DEFINITIONS,
+        "sets": [_set_json(one) for one in found.sets],
+    }
+    return json.dumps(_finite(data), indent=1, allow_nan=False, ensure_ascii=False)
+
+
+DEFINITIONS = {
+    "mean_accepted_length": "tokens / steps: tokens that a request's decode steps "
+    "committed, over those steps. The token that follows the accepted drafts is one of "
+    "them, so it is at least 1; the last step of a text is counted as far as the text "
+    "goes; the first token, which the prefill gives, is not counted",
+    "slots": "for draft 1, 2, ...: how often it was reached, that is, all drafts "
+    "before it were accepted and the text went that far, and how often it was then "
+    "accepted; rate is the share",
+    "confidence": "the drafter's own chance of each reached draft against whether it "
+    "was accepted; raw, before anything is learned while decoding",
+    "survival": "products of these chances along a block against whether all drafts up "
+    "to there were accepted, of every verified draft within the text",
+    "ece": "expected calibration error over ten bins; auc: chance that an accepted "
+    "draft was given more than a rejected one",
+    "tokens_per_s": "of decode steps; prefill is in no time",
+    "ratio": "to plain decoding (AR) in the same round, all arms taking turns; median, "
+    "lowest and highest over the rounds",
+    "texts_differ": "texts that are not token for token those of AR; in float32 there "
+    "should be none",
+}
+
+
+def _set_json(one: SetResult) -> dict[str, Any]:
+    return {
+        "name": one.name,
+        "prompts": one.prompts,
+        "ar": _speed_json(one.ar),
+        "widths": [_width_json(w) for w in one.widths],
+    }
+
+
+def _speed_json(speeds: tuple[Speed, ...]) -> dict[str, Any]:
+    rates = [s.tokens_per_s for s in speeds]
+    return {
+        "rounds": [{"tokens": s.tokens, "seconds": s.seconds} for s in speeds],
+        "tokens_per_s": _spread_json(rates),
+    }
+
+
+def _spread_json(values: list[float]) -> dict[str, float]:
+    return vars(Spread.of(values)).copy()
+
+
+def _width_json(w: WidthResult) -> dict[str, Any]:
+    return {
+        "width": w.width,
+        "steps": w.steps,
+        "tokens": w.tokens,
+        "mean_accepted_length": w.mean_accepted_length,
+        "slots": [
+            {"slot": k, "reached": s.reached, "accepted": s.accepted, "rate": s.rate}
+            for k, s in enumerate(w.slots, 1)
+        ],
+        "confidence": _fit_json(w.confidence),
+        "survival": _fit_json(w.survival),
+        **_speed_json(w.speeds),
+        "ratio": _spread_json(list(w.ratios)),
+        "texts_differ": w.texts_differ,
+    }
+
+
+def _fit_json(fit: Any) -> dict[str, Any]:
+    return {
+        "drafts": fit.drafts,
+        "ece": fit.ece,
+        "auc": fit.auc,
+        "bins": [{"drafts": n, "predicted": p, "happened": s} for n, p, s in fit.bins],
+    }
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(v) for key, v in value.items()}
+    if isinstance(value, list):
+        return [_finite(v) for v in value]
+    return value
+
+
+def title(found: Evaluation) -> str:
+    """Which pair was evaluated, for people."""
+    step = "" if found.step is None else f", step {found.step}"
+    return f"{found.target} + {found.drafter}{step}, {found.date[:10]}"
+
+
+def render_table(found: Evaluation) -> str:
+    """An evaluation as a table, `COLUMNS` wide at most; plain text in a pipe."""
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        padding=0,
+        title=title(found),
+        title_justify="left",
+        title_style="bold",
+        caption=_caption(found),
+        caption_justify="left",
+    )
+    table.add_column("data", no_wrap=True)
+    table.add_column("width", justify="right")
+    table.add_column("E[L]", justify="right")
+    most = max((len(w.slots) for one in found.sets for w in one.widths), default=0)
+    shown = min(most, SHOWN_SLOTS)
+    headers = [f"α{k}" for k in range(1, shown + 1)]
+    headers += [f"α{most}"] if most > shown else []
+    for header in (*headers, "ECE", "AUC", "tokens/s", "× AR", "spread"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for one in found.sets:
+        ar = Spread.of([s.tokens_per_s for s in one.ar])
+        blank = [""] * (len(headers) + 2)
+        table.add_row(one.name, "AR", "1.00", *blank, f"{ar.median:.0f}", "", "")
+        for i, w in enumerate(one.widths):
+            last = i + 1 == len(one.widths)
+            table.add_row("", *_cells(w, shown, most), end_section=last)
+    console = Console(width=COLUMNS, highlight=False, markup=False)
+    with console.capture() as capture:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def _cells(w: WidthResult, shown: int, most: int) -> list[str]:
+    rates = [_number(s.rate, 2) for s in w.slots]
+    slots = rates[:shown] + [""] * (shown - len(rates))
+    if most > shown:
+        slots.append(rates[-1] if len(rates) == most else "")
+    rate = Spread.of([s.tokens_per_s for s in w.speeds])
+    ratio = Spread.of(w.ratios)
+    return [
+        str(w.width),
+        f"{w.mean_accepted_length:.2f}",
+        *slots,
+        _number(w.confidence.ece, 3),
+        _number(w.confidence.auc, 3),
+        f"{rate.median:.0f}",
+        f"{ratio.median:.2f}",
+        f"{ratio.low:.2f}–{ratio.high:.2f}",
+    ]
+
+
+def _number(value: float, digits: int) -> str:
+    return "" if math.isnan(value) else f"{value:.{digits}f}"
+
+
+def _caption(found: Evaluation) -> str:
+    prompts = ", ".join(f"{one.name} {one.prompts}" for one in found.sets)
+    rounds = len(found.sets[0].ar)
+    differ = sum(w.texts_differ for one in found.sets for w in one.widths)
+    texts = f"{differ} texts are not AR's" if differ > 1 else "1 text is not AR's"
+    if not differ:
+        texts = "all texts are AR's"
+    return (
+        f"prompts: {prompts}; up to {found.max_new_tokens} new tokens, "
+        f"{found.batch_size} at a time; {found.dtype}, drafter {found.draft_dtype}\n"
+        f"E[L]: tokens per request and step, the token after the drafts included and\n"
+        f"the last step as far as the text goes; αk: share of draft k accepted where\n"
+        f"all before it were; ECE, AUC: of the drafter's raw chances, per draft\n"
+        f"× AR: within a round, medians of {rounds}; {texts}"
+    )
+
+
+def plot(found: Evaluation, path: Path) -> None:
+    """Draws accepted length, acceptance by slot, confidence and speed, set by set.
+
+    Slots and confidence are those of the widest width. Error bars span the rounds.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 8.4), layout="constrained", facecolor="white")
+    figure.suptitle(title(found), fontsize=13, fontweight="bold", color=INK)
+    (length, slots), (chances, speed) = figure.subplots(2, 2)
+    chances.plot([0, 1], [0, 1], color=INK, linestyle="--", linewidth=1.2, zorder=1)
+    speed.axhline(1, color=INK, linestyle="--", linewidth=1.6, zorder=1)
+    for i, one in enumerate(found.sets):
+        style = {
+            "color": COLOURS[i % len(COLOURS)],
+            "marker": MARKERS[i % len(MARKERS)],
+        }
+        widths = [w.width for w in one.widths]
+        lengths = [w.mean_accepted_length for w in one.widths]
+        length.plot(widths, lengths, label=one.name, **style)
+        widest = one.widths[-1]
+        rates = [s.rate for s in widest.slots]
+        slots.plot(range(1, len(rates) + 1), rates, **style)
+        filled = [(p, s) for n, p, s in widest.confidence.bins if n]
+        chances.plot([p for p, _ in filled], [s for _, s in filled], **style)
+        ratios = [Spread.of(w.ratios) for w in one.widths]
+        below = [r.median - r.low for r in ratios]
+        above = [r.high - r.median for r in ratios]
+        medians = [r.median for r in ratios]
+        speed.errorbar(widths, medians, yerr=[below, above], capsize=3, **style)
+    all_widths = sorted({w.width for one in found.sets for w in one.widths})
+    wide = f"width {all_widths[-1]}"
+    _dress(length, "Mean accepted length", "drafts a step", "tokens per step")
+    _dress(slots, f"Acceptance by slot, {wide}", "slot", "accepted, where reached")
+    _dress(chances, f"Confidence, {wide}", "the drafter's own chance", "accepted")
+    _dress(speed, "Speed-up", "drafts a step", "ratio to AR, same round")
+    for axes in (length, speed):
+        axes.set_xticks(all_widths, [str(w) for w in all_widths])
+    slots.set_ylim(0, 1)
+    figure.legend(loc="outside lower center", ncols=len(found.sets), frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=160)
+
+
+def _dress(axes: "Axes", name: str, xlabel: str, ylabel: str) -> None:
+    axes.set_title(name, loc="left", fontsize=11, color=INK)
+    axes.set_xlabel(xlabel, color=INK)
+    axes.set_ylabel(ylabel, color=INK)
+    axes.grid(color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
