@@ -3,6 +3,7 @@
     python -m dcut_jax.train data     PROMPTS... --out DATA
     python -m dcut_jax.train run      CONFIG [--tensorboard]
     python -m dcut_jax.train eval     DRAFTER_OR_RUN --data PROMPTS...
+    python -m dcut_jax.train roofline CONFIG
     python -m dcut_jax.train export   RUN OUT [--check]
     python -m dcut_jax.train check    OUT
 
@@ -21,11 +22,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from dcut_jax.bench.__main__ import machine
 from dcut_jax.bench.report import require_matplotlib
 from dcut_jax.cli import DTYPES, bar, positive, positives, run
+from dcut_jax.config import ConfigError
 from dcut_jax.engine.load import load_pair
 from dcut_jax.engine.policy import WIDTHS
 from dcut_jax.files import write_text
@@ -37,6 +40,7 @@ from dcut_jax.train.data import DatasetError, DatasetWriter
 from dcut_jax.train.export import export, stored_config
 from dcut_jax.train.loop import make_trainer
 from dcut_jax.train.report import plot, render_table, require_tensorboard, to_json
+from dcut_jax.train.roofline import measure
 from dcut_jax.weights.dflash import default_taps
 from dcut_jax.weights.load import SMOLLM2, Target, load_target
 
@@ -152,6 +156,19 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="also write event files, under the run's directory; needs tensorboardX",
     )
+
+    train.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="of process 0, where several machines train; each runs this command",
+    )
+    train.add_argument("--processes", type=positive, help="how many they are")
+    train.add_argument("--process-id", type=int, help="which of them this is, from 0")
+
+    roof = commands.add_parser("roofline", help="a run's steps against the machine")
+    roof.add_argument("config", help="TOML file")
+    roof.add_argument("--data", help="dataset, in place of the config's")
+    roof.add_argument("--steps", type=positive, default=30, help="that are timed")
 
     evals = commands.add_parser("eval", help="decode prompts with a drafter")
     _add_eval_flags(evals)
@@ -297,6 +314,28 @@ def _evaluate(args: argparse.Namespace, command: str) -> None:
     print(f"wrote {', '.join(map(str, wrote))}")
 
 
+def _join(args: argparse.Namespace) -> None:
+    """Joins the processes of a run, before anything touches a device.
+
+    Raises:
+      ConfigError: some of the three flags are given, and not all.
+    """
+    given = (args.coordinator, args.processes, args.process_id)
+    if given == (None, None, None):
+        return
+    if None in given:
+        raise ConfigError(
+            "--coordinator, --processes and --process-id go together; give all three "
+            "in every process, or none for a run of one"
+        )
+    if not 0 <= args.process_id < args.processes:
+        raise ConfigError(
+            f"--process-id {args.process_id}: expected one of 0 to "
+            f"{args.processes - 1}, for --processes {args.processes}"
+        )
+    jax.distributed.initialize(args.coordinator, args.processes, args.process_id)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if args.command == "data":
@@ -324,7 +363,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         cfg = read_config(args.config, overrides)
         if args.tensorboard:  # before target and data are read
             require_tensorboard()
+        _join(args)
         make_trainer(cfg).run(tensorboard=args.tensorboard)
+    elif args.command == "roofline":
+        cfg = read_config(args.config, {"data": args.data} if args.data else {})
+        trainer = make_trainer(cfg)
+        target = load_target(cfg.target, jnp.bfloat16).cfg
+        print(measure(trainer, target, args.steps))
     elif args.command == "eval":
         typed = sys.argv[1:] if argv is None else argv
         _evaluate(args, shlex.join(["python", "-m", "dcut_jax.train", *typed]))

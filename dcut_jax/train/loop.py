@@ -10,13 +10,14 @@ import json
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jaxtyping import Array
 
 from dcut_jax.config import ConfigError, ModelConfig
@@ -69,6 +70,13 @@ def stop_on_sigterm() -> Iterator[list[bool]]:
     finally:
         for s, handler in old.items():
             signal.signal(s, handler)
+
+
+def any_process(flag: bool) -> bool:
+    """Whether a flag is set in any process of the run; all get the same answer."""
+    if jax.process_count() == 1:
+        return flag
+    return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
 
 
 class Trainer:
@@ -268,14 +276,19 @@ class Trainer:
                 check_same_run(cfg, out / CONFIG)
             restored = saved.restore(self.state)
             self.state = restored.state
-            write_text(
-                out / CONFIG, json.dumps(dataclasses.asdict(cfg), indent=1) + "\n"
-            )
+            speaks = jax.process_index() == 0  # for all processes of the run
+            if speaks:
+                write_text(
+                    out / CONFIG, json.dumps(dataclasses.asdict(cfg), indent=1) + "\n"
+                )
             if int(self.state.step) < cfg.steps:
                 saved.require_room(self.state)
-            with RunLog(out, int(self.state.step), tensorboard) as log:
+            step = int(self.state.step)
+            with RunLog(out, step, tensorboard) if speaks else nullcontext() as log:
 
                 def record(**entry: Any) -> None:
+                    if log is None:
+                        return
                     log.write(entry)
                     print(format_record(entry), flush=True)
                     if on_record is not None:
@@ -297,10 +310,12 @@ class Trainer:
         """
         cfg = self.cfg
         began, since = time.perf_counter(), 0
-        while int(self.state.step) < cfg.steps and not stopped[0]:
+        stops = False
+        while int(self.state.step) < cfg.steps and not stops:
             saved.check()
             metrics = self.step()
             number = int(self.state.step)
+            stops = any_process(stopped[0])
             losses.append(metrics["loss"])
             since += 1
             if number % cfg.log_every == 0:
@@ -318,7 +333,7 @@ class Trainer:
                 for width in cfg.widths:
                     record(step=number, width=width, **self.evaluate(width))
                 began, since = time.perf_counter(), 0
-            if number % cfg.save_every == 0 or last or stopped[0]:
+            if number % cfg.save_every == 0 or last or stops:
                 saved.save(self.state, losses)
 
 

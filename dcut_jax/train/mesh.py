@@ -9,7 +9,6 @@ its sums.
 Every process of a run draws the same documents and hands its devices their part.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -118,12 +117,3 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
-
-
-def distributed(settings: Mapping[str, Any]) -> None:
-    """Joins the processes of a run, before anything touches a device.
-
-    Args:
-      settings: of `jax.distributed.initialize`; empty to leave them to the cluster.
-    """
-    jax.distributed.initialize(**settings)

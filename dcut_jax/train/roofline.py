@@ -6,9 +6,7 @@ product in the run's dtype, measured here and now.
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, fields
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +16,7 @@ from dcut_jax.config import DrafterConfig, ModelConfig
 from dcut_jax.models import dense
 from dcut_jax.models.drafter import block_rows
 from dcut_jax.train.config import TrainConfig
+from dcut_jax.train.loop import Trainer
 
 PEAK_SIZE = 3072
 
@@ -79,23 +78,77 @@ def _weights_of_layers(target: ModelConfig) -> int:
     return sum(int(np.prod(s.shape)) for s in specs if len(s.shape) > 1)
 
 
+@dataclass(frozen=True)
+class Roofline:
+    """A run's steps against the machine.
+
+    Attributes:
+      steps: that were timed.
+      ms: median time of a step.
+      work: mean operations of a step.
+      per_s: operations of these steps over their time.
+      peak_per_s: of a large product in the run's dtype.
+    """
+
+    steps: int
+    ms: float
+    work: StepWork
+    per_s: float
+    peak_per_s: float
+
+    @property
+    def share(self) -> float:
+        """Of the peak."""
+        return self.per_s / self.peak_per_s
+
+    def __str__(self) -> str:
+        parts = asdict(self.work)
+        shares = ", ".join(
+            f"{name} {part / self.work.total:.0%}" for name, part in parts.items()
+        )
+        return (
+            f"{self.steps} steps, {self.ms:.0f} ms each (median): "
+            f"{self.work.total / 1e9:.1f} GFLOP a step ({shares}), "
+            f"{self.per_s / 1e9:.0f} GFLOP/s, {self.share:.0%} of the "
+            f"{self.peak_per_s / 1e9:.0f} GFLOP/s of a large product"
+        )
+
+
+def measure(trainer: Trainer, target: ModelConfig, steps: int) -> Roofline:
+    """Times steps of a run; nothing of it is saved.
+
+    The first step of each width and length compiles, and is not among them.
+    """
+    cfg, seen = trainer.cfg, set()
+    times: list[float] = []
+    works: list[StepWork] = []
+    peak = measure_peak(cfg.compute_dtype)
+    while len(times) < steps:
+        _, length = trainer.order.of_step(int(trainer.state.step))
+        start = time.perf_counter()
+        width = int(trainer.step()["width"])
+        spent = time.perf_counter() - start
+        if (width, length) not in seen:
+            seen.add((width, length))
+            continue
+        times.append(spent)
+        works.append(step_work(cfg, target, trainer.drafter_cfg, width, length))
+    names = [f.name for f in fields(StepWork)]
+    mean = StepWork(*(np.mean([getattr(w, n) for w in works]) for n in names))
+    per_s = sum(w.total for w in works) / sum(times)
+    return Roofline(len(times), 1e3 * float(np.median(times)), mean, per_s, peak)
+
+
 def measure_peak(dtype: str, seconds: float = 1.0) -> float:
     """Operations a second of a large product, the best of several; all devices."""
     x = jnp.ones((PEAK_SIZE, PEAK_SIZE), dtype)
     run = jax.jit(
         lambda x: jax.lax.dot(x, x, preferred_element_type=jnp.float32),
-        donate_argnums=(),
     )
-    ms = median_ms(lambda: run(x), seconds, best=True)
-    return 2 * PEAK_SIZE**3 / ms * 1e3 * jax.device_count()
-
-
-def median_ms(call: Callable[[], Any], seconds: float, *, best: bool = False) -> float:
-    """Median time of a call over about so many seconds, ms; or the shortest."""
-    jax.block_until_ready(call())
+    jax.block_until_ready(run(x))
     times: list[float] = []
-    while sum(times) < 1e3 * seconds or len(times) < 3:
+    while sum(times) < seconds or len(times) < 3:
         start = time.perf_counter()
-        jax.block_until_ready(call())
-        times.append(1e3 * (time.perf_counter() - start))
-    return min(times) if best else float(np.median(times))
+        jax.block_until_ready(run(x))
+        times.append(time.perf_counter() - start)
+    return 2 * PEAK_SIZE**3 / min(times) * jax.device_count()

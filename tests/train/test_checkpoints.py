@@ -1,6 +1,7 @@
 """Checkpoints are whole or not taken, and a killed run ends as an unbroken one does."""
 
 import dataclasses
+import gc
 import json
 import os
 import re
@@ -30,8 +31,8 @@ from dcut_jax.train.report import RunLog, cut_log, scalars
 from dcut_jax.train.step import TrainState
 from dcut_jax.weights.errors import CheckpointError
 
-# Reads that fail leave callbacks behind, in TensorStore.
-READS_FAIL = pytest.mark.filterwarnings(
+# Reads and writes that fail leave callbacks behind, in TensorStore.
+pytestmark = pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning"
 )
 LIVES = Path(__file__).with_name("lives.py")
@@ -66,6 +67,13 @@ def saved(tmp_path_factory):
 @pytest.fixture
 def run(saved, tmp_path):
     return Path(shutil.copytree(saved, tmp_path / "run"))
+
+
+@pytest.fixture(autouse=True)
+def tidied():
+    """What a test leaves behind is found within it, not within another."""
+    yield
+    gc.collect()
 
 
 @contextmanager
@@ -154,7 +162,6 @@ DAMAGES = {
 }
 
 
-@READS_FAIL
 @pytest.mark.parametrize("how", DAMAGES)
 def test_a_damaged_checkpoint_is_passed_over_whatever_is_damaged(saved, tmp_path, how):
     files = [p for p in (saved / "checkpoints" / "4").rglob("*") if p.is_file()]
@@ -178,7 +185,6 @@ def test_a_damaged_checkpoint_is_passed_over_whatever_is_damaged(saved, tmp_path
     assert passed_over >= 3
 
 
-@READS_FAIL
 def test_what_is_damaged_is_said_and_set_aside(run, capsys):
     data = (run / "checkpoints" / "4" / "default").rglob("*")
     max((p for p in data if p.is_file()), key=os.path.getsize).unlink()
@@ -197,7 +203,6 @@ def test_what_is_damaged_is_said_and_set_aside(run, capsys):
         assert_same(restore(found, state_of(0)), state_of(4))
 
 
-@READS_FAIL
 def test_without_a_whole_checkpoint_nothing_is_begun_anew(run):
     for step in ("2", "4"):
         (run / "checkpoints" / step / "default" / "_METADATA").write_text("")
