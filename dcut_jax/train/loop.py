@@ -315,7 +315,6 @@ class Trainer:
             saved.check()
             metrics = self.step()
             number = int(self.state.step)
-            stops = any_process(stopped[0])
             losses.append(metrics["loss"])
             since += 1
             if number % cfg.log_every == 0:
@@ -333,6 +332,7 @@ class Trainer:
                 for width in cfg.widths:
                     record(step=number, width=width, **self.evaluate(width))
                 began, since = time.perf_counter(), 0
+            stops = any_process(stopped[0])
             if number % cfg.save_every == 0 or last or stops:
                 saved.save(self.state, losses)
 

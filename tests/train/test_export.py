@@ -277,4 +277,4 @@ def test_the_shipped_drafter_passes():
     print(found)
     assert not found.wrong
     assert all(d.found != NO_TOKEN for d in found.texts.differences)
-    assert found.mean_accepted_length > 1.5  # 1.67 when it was shipped
+    assert found.mean_accepted_length > 1.5  # 1.67 as shipped
