@@ -368,8 +368,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif args.command == "roofline":
         cfg = read_config(args.config, {"data": args.data} if args.data else {})
         trainer = make_trainer(cfg)
-        target = load_target(cfg.target, jnp.bfloat16).cfg
-        print(measure(trainer, target, args.steps))
+        print(measure(trainer, load_target(cfg.target).cfg, args.steps))
     elif args.command == "eval":
         typed = sys.argv[1:] if argv is None else argv
         _evaluate(args, shlex.join(["python", "-m", "dcut_jax.train", *typed]))

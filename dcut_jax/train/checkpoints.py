@@ -24,7 +24,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -222,6 +222,11 @@ class Checkpoints:
         )
 
     def _read(self, step: int, abstract: TrainState) -> Restored:
+        there = sorted(leaf.shape for leaf in self._shapes(step))
+        expected = sorted(leaf.shape for leaf in jax.tree.leaves(abstract))
+        if there != expected:
+            # Orbax would find this out in the middle of many reads, which it leaves.
+            raise CheckpointError("its arrays have other shapes than this run's")
         state = self._manager.restore(step, args=ocp.args.StandardRestore(abstract))
         metadata = self._manager.metadata(step)
         if metadata.commit_timestamp_nsecs is None:
@@ -234,6 +239,10 @@ class Checkpoints:
                 "its content does not have the check sum it was given"
             )
         return Restored(state, tuple(beside.get("losses", ())))
+
+    def _shapes(self, step: int) -> list[Any]:
+        """Descriptions of the arrays of a checkpoint, in no order."""
+        return [x for x in jax.tree.leaves(self._manager.item_metadata(step)) if x]
 
     def _pass_over(self, step: int, why: str, instead: int) -> None:
         moved = ""

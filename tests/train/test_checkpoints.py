@@ -334,7 +334,6 @@ def test_tensorboard_is_refused_before_anything_is_read(config, tmp_path, monkey
 
 
 def test_tensorboard_gets_what_the_log_has(config, target, monkeypatch):
-    pytest.importorskip("tensorboardX")
     import tensorboardX
 
     told = []

@@ -73,7 +73,8 @@ def test_data_from_prompts_and_again_after_a_kill(tiny, tmp_path):
     def read(token_NS):
         valid_NS = jnp.ones(token_NS.shape, bool)
         rows = forward_sequences(tiny.params, tiny.cfg, token_NS, valid_NS, (1, 2, 3))
-        return jnp.argmax(logits(rows.hidden, head_VE(tiny.params)), -1), rows.taps
+        read_of = jnp.concatenate([rows.taps, rows.hidden], -1)
+        return jnp.argmax(logits(rows.hidden, head_VE(tiny.params)), -1), read_of
 
     token_NS = np.zeros((len(lines), 16), np.int32)
     for n, line in enumerate(lines):

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from dcut_jax.config import ConfigError
 from dcut_jax.train.blocks import Blocks
@@ -156,7 +157,7 @@ def test_every_device_holds_its_part_of_the_state_alone(cfg, pair):
         here = sum(x.addressable_shards[0].data.size for x in matrices)
         # The rank and width of Markov tables, and a head's channels, are not cut.
         assert here < whole / 4
-    assert state.params["layers"][0]["gate_EF"].sharding.spec == (DATA, MODEL)
+    assert state.params["layers"][0]["gate_EF"].sharding.spec == P(DATA, MODEL)
 
 
 def test_a_mesh_that_divides_nothing_evenly_is_refused(pair):
