@@ -11,6 +11,7 @@ import pytest
 from dcut_jax import cli, generate, profile
 from dcut_jax.bench import __main__ as bench
 from dcut_jax.bench.records import BenchResult, Difference, TextCheck
+from dcut_jax.bench.runner import NEAR_TIE, wrong_arms
 from dcut_jax.cost.table import CostError, CostTable
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.engine import policy
@@ -194,7 +195,7 @@ class TestBench:
             TextCheck("dcut", 1, 9, (Difference(0, 3, 8, gap, 1, 2),)),
             TextCheck("transformers", 1, 9, (Difference(0, 3, 8, 9.0, 1, 2),)),
         ]
-        assert bench.wrong_arms(checks, bench.NEAR_TIE[dtype]) == wrong
+        assert wrong_arms(checks, NEAR_TIE[dtype]) == wrong
 
 
 class TestGenerate:

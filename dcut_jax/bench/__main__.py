@@ -14,9 +14,8 @@ from pathlib import Path
 
 import jax
 
-from dcut_jax.bench.peer import NAME as PEER
 from dcut_jax.bench.peer import TransformersPeer, require_torch
-from dcut_jax.bench.records import AR, BenchResult, Cell, TextCheck
+from dcut_jax.bench.records import AR, BenchResult, Cell
 from dcut_jax.bench.replay import run_replay
 from dcut_jax.bench.report import (
     plot,
@@ -28,6 +27,7 @@ from dcut_jax.bench.report import (
 )
 from dcut_jax.bench.runner import (
     DCUT,
+    NEAR_TIE,
     PUBLISHED,
     WITHOUT,
     Arm,
@@ -37,6 +37,7 @@ from dcut_jax.bench.runner import (
     policy_of,
     reliability_of,
     run_cell,
+    wrong_arms,
 )
 from dcut_jax.cli import add_model_flags, bar, distinct, positive, positives, run
 from dcut_jax.decode.compile import Compiler
@@ -52,14 +53,6 @@ from dcut_jax.engine.policy import WIDTHS, ArPolicy, DCutPolicy, unmeasured
 from dcut_jax.engine.profile import cpu_model, default_directory
 from dcut_jax.engine.requests import Request
 from dcut_jax.prompts import DEFAULT, load_prompts
-
-# Two logits closer than this may change places when another batch shape rounds them.
-# Float32: observed gaps move by some 1e-5. The others: two spacings of numbers near 20
-# (2**-3 and 2**-6), about where the largest logits are, one for either logit. That is a
-# choice, not a bound: on SmolLM2 on a CPU, other batch shapes moved the gap of the two
-# best logits by up to 3e-5, 2e-2 and 8e-3 in 48 places; deeper models may need more.
-NEAR_TIE = {"float32": 1e-4, "bfloat16": 2**-2, "float16": 2**-5}
-
 
 # Timed at each batch size in each round: a dozen steps are too few to compare arms by.
 LEAST_TOKENS = 96
@@ -240,19 +233,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(result.to_json())
     tie = max(NEAR_TIE[args.dtype], NEAR_TIE[args.cache_dtype])
     return 1 if wrong_arms(checks, tie) else 0
-
-
-def wrong_arms(checks: Sequence[TextCheck], tie: float) -> list[str]:
-    """Arms with a text that leaves AR's where the logits are no near-tie.
-
-    A peer's texts are shown and not judged: it rounds in other places than we do.
-    """
-    return [
-        check.arm
-        for check in checks
-        if check.arm != PEER
-        and any(not abs(d.gap) <= tie for d in check.differences)  # NaN is no tie
-    ]
 
 
 def run_rounds(

@@ -8,13 +8,11 @@ from typing import Any
 
 import jax
 
-from dcut_jax.bench.records import Cell
+from dcut_jax.bench.records import PEER, Cell
 from dcut_jax.bench.runner import Texts
 from dcut_jax.engine.requests import Request
 from dcut_jax.weights.hf import save_hf
 from dcut_jax.weights.load import Target
-
-NAME = "transformers"
 
 
 def require_torch() -> tuple[Any, Any]:
@@ -103,10 +101,10 @@ class TransformersPeer:
         for prompt, tokens in zip(picked, token_BN.tolist(), strict=True):
             request = self._requests[prompt]
             text, finished = ended(tokens, request.max_new_tokens, request.stop)
-            texts.check(NAME, batch, prompt, text, finished=finished)
+            texts.check(PEER, batch, prompt, text, finished=finished)
         return Cell(
             batch=batch,
-            arm=NAME,
+            arm=PEER,
             round=round,
             tokens=batch * tokens_per_request,
             steps=tokens_per_request,

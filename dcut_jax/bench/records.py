@@ -12,6 +12,7 @@ from typing import Any, Self, TypeVar
 
 VERSION = 1
 AR = "ar"  # the arm that every other one is compared with
+PEER = "transformers"
 NO_TOKEN = -1  # where a text has ended
 
 R = TypeVar("R")

@@ -14,6 +14,7 @@ import numpy as np
 from dcut_jax.bench.records import (
     AR,
     NO_TOKEN,
+    PEER,
     Cell,
     Difference,
     Reliability,
@@ -46,6 +47,14 @@ WITHOUT: dict[str, dict[str, Any]] = {
 }
 PHASE_STEPS = 2
 WARM_STEPS = 4
+
+
+# Two logits closer than this may change places when another batch shape rounds them.
+# Float32: observed gaps move by some 1e-5. The others: two spacings of numbers near 20
+# (2**-3 and 2**-6), about where the largest logits are, one for either logit. That is a
+# choice, not a bound: on SmolLM2 on a CPU, other batch shapes moved the gap of the two
+# best logits by up to 3e-5, 2e-2 and 8e-3 in 48 places; deeper models may need more.
+NEAR_TIE = {"float32": 1e-4, "bfloat16": 2**-2, "float16": 2**-5}
 
 
 def fixed_width(arm: str) -> int | None:
@@ -147,6 +156,19 @@ class Texts:
     def prefix(self, difference: Difference) -> list[int]:
         """AR's tokens up to a difference."""
         return self._reference[difference.prompt][: difference.position]
+
+
+def wrong_arms(checks: Sequence[TextCheck], tie: float) -> list[str]:
+    """Arms with a text that leaves AR's where the logits are no near-tie.
+
+    A peer's texts are shown and not judged: it rounds in other places than we do.
+    """
+    return [
+        check.arm
+        for check in checks
+        if check.arm != PEER
+        and any(not abs(d.gap) <= tie for d in check.differences)  # NaN is no tie
+    ]
 
 
 def logit_gap(

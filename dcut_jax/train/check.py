@@ -6,10 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from dcut_jax.bench.__main__ import NEAR_TIE, wrong_arms
 from dcut_jax.bench.records import TextCheck
 from dcut_jax.bench.report import render_checks
-from dcut_jax.bench.runner import FIXED, Texts, logit_gap
+from dcut_jax.bench.runner import FIXED, NEAR_TIE, Texts, logit_gap, wrong_arms
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.decode.steps import Models
 from dcut_jax.engine.engine import Engine, EngineConfig

@@ -26,6 +26,7 @@ from dcut_jax.train.data import Dataset, DatasetError
 from dcut_jax.train.step import init_state
 from dcut_jax.weights.dflash import WEIGHTS, save_drafter
 from dcut_jax.weights.errors import CheckpointError
+from dcut_jax.weights.json_io import read_json
 from dcut_jax.weights.load import Target, load_target
 
 MANIFEST = "manifest.json"
@@ -100,7 +101,7 @@ def describe(
     files = ("config.json", WEIGHTS)
     return {
         "name": directory.name,
-        "format": "DFlash v1 (z-lab layout), bfloat16",
+        "format": f"{_architecture(directory)}, bfloat16",
         "target": {"name": target.name, "identity": target.identity},
         "files": {
             name: hashlib.sha256((directory / name).read_bytes()).hexdigest()
@@ -112,6 +113,11 @@ def describe(
         "versions": versions(Path(__file__).resolve().parents[1]),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def _architecture(directory: Path) -> str:
+    """What published runtimes take the drafter for: DFlash's layout or DSpark's."""
+    return str(read_json(directory / "config.json")["architectures"][0])
 
 
 def _describe_data(path: str) -> dict[str, Any]:

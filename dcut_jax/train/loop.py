@@ -118,6 +118,7 @@ class Trainer:
             self.embed_VE if tied else self._table(target_head_VE.astype(dtype))
         )
         usable, self.held_out = split(data, cfg)
+        self.skipped = len(data) - len(data.usable(cfg.length))
         size = data.index[usable, 2]
         self.order = Order(
             usable, size, cfg.docs * cfg.accumulate, cfg.lengths, cfg.seed
@@ -283,6 +284,11 @@ class Trainer:
                 )
             if int(self.state.step) < cfg.steps:
                 saved.require_room(self.state)
+            if speaks and self.skipped:
+                print(
+                    f"{self.skipped} of {len(self.data)} documents have no place for "
+                    f"an anchor in their first {cfg.length} tokens and are left out"
+                )
             step = int(self.state.step)
             with RunLog(out, step, tensorboard) if speaks else nullcontext() as log:
 

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 
-from dcut_jax.bench.peer import NAME, TransformersPeer, choose_device, ended
+from dcut_jax.bench.peer import TransformersPeer, choose_device, ended
+from dcut_jax.bench.records import PEER
 from dcut_jax.bench.runner import Texts
 from dcut_jax.decode.steps import Models
 from dcut_jax.engine.engine import Engine, EngineConfig
@@ -57,8 +58,8 @@ def test_its_text_is_ar_text():
     peer = TransformersPeer(target, requests)
     for round in range(2):
         cell = peer.run_cell(2, texts, round=round, tokens_per_request=5)
-        assert (cell.arm, cell.round, cell.tokens, cell.steps) == (NAME, round, 10, 5)
+        assert (cell.arm, cell.round, cell.tokens, cell.steps) == (PEER, round, 10, 5)
         assert cell.seconds > 0
     [check] = texts.results(lambda d: 0.0)
-    assert (check.arm, check.prompts, check.tokens) == (NAME, 3, 3 * 7)
+    assert (check.arm, check.prompts, check.tokens) == (PEER, 3, 3 * 7)
     assert check.differences == ()

@@ -147,6 +147,18 @@ def test_probes_lose_no_more_than_their_share():
     assert all(widths(ran).count(w) >= 2 for w in WIDTHS)
 
 
+def test_a_probe_is_charged_what_it_lost_not_what_it_was_expected_to():
+    # Promised to lose a hundredth, it loses nearly half. Promises learn that slowly.
+    gain_MR, costs = world({3: 0.99, 7: 0.3, 15: 0.1})
+    ran = run(WidthChooser(LADDER), 3000, gain_MR, costs, honesty={3: 0.1})[4:]
+    ms = costs.planned_MR[0, 1]
+    lost_ms = ms - (1 + 0.1 * gain_MR[0, 1] / ANCHORS)
+    probes = widths(ran).count(3)
+    # An equal part of the hundredth, and the longest spell's.
+    assert probes * lost_ms < 3000 * (0.01 / 3 + lost_ms / 256) + lost_ms
+    assert probes >= 2
+
+
 def test_no_spell_without_drafts_is_longer_than_stated():
     made = world({3: 0.05, 7: 0.02, 15: 0.01})
     chooser = WidthChooser(LADDER, probe_every=4, probe_share=1e-6)
