@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 
 from dcut_jax.bench.peer import TransformersPeer, require_torch
-from dcut_jax.bench.records import AR, BenchResult, Cell
+from dcut_jax.bench.records import AR, PEER, BenchResult, Cell
 from dcut_jax.bench.replay import run_replay
 from dcut_jax.bench.report import (
     plot,
