@@ -34,7 +34,8 @@ def write(cfg, path):
 
 
 def losses(out):
-    lines = [json.loads(line) for line in (Path(out) / "log.jsonl").open()]
+    text = (Path(out) / "log.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
     return [line["loss"] for line in lines if "loss" in line]
 
 
