@@ -263,32 +263,6 @@ def _binary(logit: Array, chance: Array) -> Array:
     return jax.nn.softplus(logit) - chance * logit
 
 
-def mean_loss(
-    params: dict[str, Any],
-    cfg: DrafterConfig,
-    embed_VE: Float[Array, "V E"],
-    head_VE: Float[Array, "V E"],
-    blocks: Blocks,
-    width: int,
-    objective: Objective,
-    shortlist: Shortlist | None = None,
-    compute_dtype: jnp.dtype = jnp.float32,
-) -> Float[Array, ""]:
-    """`weighted_loss` over the sum of its weights."""
-    total, weight = weighted_loss(
-        params,
-        cfg,
-        embed_VE,
-        head_VE,
-        blocks,
-        width,
-        objective,
-        shortlist,
-        compute_dtype,
-    )
-    return total / jnp.maximum(weight, 1e-6)
-
-
 def block_matches(
     params: dict[str, Any],
     cfg: DrafterConfig,

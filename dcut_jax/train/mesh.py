@@ -31,10 +31,10 @@ RULES = {
 
 
 def make_mesh(data: int, model: int) -> Mesh | None:
-    """A mesh of all devices of all processes; None for a single device.
+    """A mesh of all devices of all processes; None for a run on one device.
 
     Raises:
-      ConfigError: there are more or fewer devices than `data * model`.
+      ConfigError: a run on several, and there are more or fewer than `data * model`.
     """
     devices = jax.devices()
     if data * model == 1 and jax.process_count() == 1:

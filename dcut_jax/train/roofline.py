@@ -122,7 +122,8 @@ def measure(trainer: Trainer, target: ModelConfig, steps: int) -> Roofline:
     cfg, seen = trainer.cfg, set()
     times: list[float] = []
     works: list[StepWork] = []
-    peak = measure_peak(cfg.compute_dtype)
+    devices = 1 if trainer.mesh is None else trainer.mesh.size
+    peak = devices * measure_peak(cfg.compute_dtype)
     while len(times) < steps:
         _, length = trainer.order.of_step(int(trainer.state.step))
         start = time.perf_counter()
@@ -140,7 +141,7 @@ def measure(trainer: Trainer, target: ModelConfig, steps: int) -> Roofline:
 
 
 def measure_peak(dtype: str, seconds: float = 1.0) -> float:
-    """Operations a second of a large product, the best of several; all devices."""
+    """Operations a second of a large product, the best of several; one device."""
     x = jnp.ones((PEAK_SIZE, PEAK_SIZE), dtype)
     run = jax.jit(
         lambda x: jax.lax.dot(x, x, preferred_element_type=jnp.float32),
@@ -151,4 +152,4 @@ def measure_peak(dtype: str, seconds: float = 1.0) -> float:
         start = time.perf_counter()
         jax.block_until_ready(run(x))
         times.append(time.perf_counter() - start)
-    return 2 * PEAK_SIZE**3 / min(times) * jax.device_count()
+    return 2 * PEAK_SIZE**3 / min(times)

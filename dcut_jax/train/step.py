@@ -59,7 +59,6 @@ def make_optimizer(cfg: TrainConfig) -> optax.GradientTransformation:
             adam_b2=0.95,
             adam_learning_rate=schedule(cfg.lr),
             muon_weight_dimension_numbers=muon_axes,
-            consistent_rms=None,
         )
     else:
         rule = optax.adamw(schedule(cfg.lr), b1=0.9, b2=0.95, weight_decay=0.0)
