@@ -45,6 +45,7 @@ from dcut_jax.weights.dflash import default_taps
 from dcut_jax.weights.load import SMOLLM2, Target, load_target
 
 # What the manifest of a dataset says of itself; `--about` may not.
+TAPS = 5
 RESERVED = {
     "hidden_channels",
     *("target", "sampling", "taps", "channels", "feature_dtype"),
@@ -67,7 +68,7 @@ def _add_respond_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_features_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--taps", type=positive, default=5, help="tapped layers")
+    parser.add_argument("--taps", type=positive, help="tapped layers; 5 by default")
     parser.add_argument(
         "--no-features",
         action="store_true",
@@ -206,7 +207,7 @@ def _respond(
 
 
 def _taps(args: argparse.Namespace, target: Target) -> tuple[int, ...]:
-    return default_taps(args.taps, target.cfg.layers)
+    return default_taps(args.taps or TAPS, target.cfg.layers)
 
 
 def _about(text: str) -> dict[str, Any]:
@@ -231,6 +232,11 @@ def _writer(
 ) -> DatasetWriter:
     manifest = about | {"target": target.identity, "sampling": "greedy"}
     if args.no_features:
+        if args.taps:
+            raise DatasetError(
+                f"--taps {args.taps} says which features to store, and --no-features "
+                f"that there are none; leave one of them out"
+            )
         return DatasetWriter(data, manifest, 0)
     taps, embed = _taps(args, target), target.cfg.embed
     manifest |= {"taps": list(taps), "hidden_channels": embed}

@@ -225,3 +225,20 @@ def test_about_says_nothing_of_what_the_manifest_says_itself(tmp_path, about, me
     with pytest.raises(DatasetError, match=f"--about:? {message}"):
         command.main(["features", some, str(out), "--about", about])
     assert not out.exists()
+
+
+def test_taps_of_features_that_are_not_stored_are_refused(tiny, tmp_path):
+    some, out = prompt_file(tmp_path / "some.jsonl", TEXTS[:1]), tmp_path / "data"
+    with pytest.raises(DatasetError, match="--taps 3 .* leave one of them out"):
+        collect_data(some, out, "--no-features")
+
+
+def test_tokens_alone_make_a_dataset_without_features(tiny, tmp_path):
+    some, out = prompt_file(tmp_path / "some.jsonl", TEXTS[:2]), tmp_path / "data"
+    command.main(
+        ["data", some, "--out", str(out), "--no-features"]
+        + "--slots 4 --max-length 32 --max-new-tokens 6".split()
+    )
+    data = Dataset.open(out)
+    assert len(data) == 2
+    assert data.features is None
