@@ -284,7 +284,16 @@ def read_experts(
 
     None where no layer has any. Only our own kind has `gating` and shared experts.
     """
-    count = int(_require(raw, "num_experts", where))
+    # transformers 4 wrote `num_experts`; 5 writes `num_local_experts` and reads both.
+    names = ("num_experts", "num_local_experts")
+    counts = {int(raw[name]) for name in names if raw.get(name) is not None}
+    if len(counts) != 1:
+        found = "none" if not counts else " and ".join(map(str, sorted(counts)))
+        raise ConfigError(
+            f"{where}: expected one number of experts in `num_experts` or "
+            f"`num_local_experts`, found {found}"
+        )
+    count = counts.pop()
     step = int(raw.get("decoder_sparse_step") or 1)
     dense = set(raw.get("mlp_only_layers") or ())
     sparse = [i for i in range(layers) if i not in dense and (i + 1) % step == 0]

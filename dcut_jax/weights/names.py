@@ -1,8 +1,8 @@
 """One table of tensor names, used to read and to write, and a strict assembler.
 
 Owners of the published names: Hugging Face transformers (`LlamaForCausalLM`,
-`Qwen3ForCausalLM`, `Qwen3MoeForCausalLM`, and of Qwen2-MoE the shared expert), llama.cpp
-(GGUF architectures `llama` and `qwen3`), the z-lab DFlash checkpoints
+`Qwen3ForCausalLM`, `Qwen3MoeForCausalLM`, and of Qwen2-MoE the shared expert),
+llama.cpp (GGUF architectures `llama` and `qwen3`), the z-lab DFlash checkpoints
 (`DFlashDraftModel`), and for the heads of a drafter deepseek-ai/DeepSpec
 (`Qwen3DSparkModel`).
 """

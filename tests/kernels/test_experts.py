@@ -69,7 +69,9 @@ class TestBlocks(ExpertsContract):
         """In batches of any size, at any place of a block, alone or not."""
         whole = case("", [0, 130, 0], rows=130, embed=64, mlp=48)
         x_NE, _, *weights = arguments(whole)
-        want_NE = np.asarray(jitted(x_NE, jnp.array([0, 130, 0]), *weights, backend="blocks"))
+        want_NE = np.asarray(
+            jitted(x_NE, jnp.array([0, 130, 0]), *weights, backend="blocks")
+        )
         first = 130 - rows
         size_Q = jnp.array([rows // 3, rows - rows // 3, 0])
         # Expert 0 has the first third, so that expert 1's rows begin anywhere.

@@ -70,7 +70,9 @@ def main():
         logits, routed = run(model, tokens, renormalise)
         golden[f"{name}.logits"] = logits
         golden |= {f"{name}.experts.{i}": value for i, value in routed.items()}
-    save_file({k: v.contiguous() for k, v in golden.items()}, HERE / "golden.safetensors")
+    save_file(
+        {k: v.contiguous() for k, v in golden.items()}, HERE / "golden.safetensors"
+    )
 
 
 if __name__ == "__main__":
