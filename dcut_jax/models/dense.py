@@ -26,6 +26,7 @@ from dcut_jax.models.layers import (
 from dcut_jax.models.params import ParamSpec
 
 Attend = Callable[[int, Array, Array, Array], Array]
+Feed = Callable[[Array, dict[str, Any], ModelConfig, Array], Array]
 
 
 @flax.struct.dataclass
@@ -141,6 +142,7 @@ def forward(
     valid: Bool[Array, "*N"],
     attend_layer: Attend,
     taps: tuple[int, ...] = (),
+    feed: Feed = feed_forward,
 ) -> Rows:
     """Runs token rows through the decoder layers.
 
@@ -150,6 +152,7 @@ def forward(
       attend_layer: from `(layer, q_NHD, k_NGD, v_NGD)` to the attention output
         `[*N, H, D]`. It alone knows which rows belong together and what is cached.
       taps: layers whose output (residual stream after the layer) is wanted.
+      feed: in place of `feed_forward`, for one that records or trains.
     """
     x = embed(token, params["embed_VE"])
     by = rotation(position, cfg.rope, cfg.head_dim)
@@ -163,7 +166,7 @@ def forward(
             values.append(v)
             x = x + project(attend_layer(i, q, k, v), layer["o_HDE"], contract=2)
             h = rms_norm(x, layer["mlp_norm_E"], cfg.norm_eps)
-            x = x + feed_forward(h, layer, cfg, valid)
+            x = x + feed(h, layer, cfg, valid)
         if i in taps:
             tapped[i] = x
     empty = jnp.zeros((*token.shape, 0), jnp.float32)
@@ -181,6 +184,7 @@ def forward_sequences(
     token_NS: Int[Array, "N S"],
     valid_NS: Bool[Array, "N S"],
     taps: tuple[int, ...] = (),
+    feed: Feed = feed_forward,
 ) -> Rows:
     """Whole sequences without a cache (training features, parity tests)."""
     position_NS = jnp.broadcast_to(jnp.arange(token_NS.shape[1]), token_NS.shape)
@@ -190,4 +194,6 @@ def forward_sequences(
         del layer
         return attend(q, k, v, mask_NSS)
 
-    return forward(params, cfg, token_NS, position_NS, valid_NS, attend_layer, taps)
+    return forward(
+        params, cfg, token_NS, position_NS, valid_NS, attend_layer, taps, feed
+    )

