@@ -314,6 +314,7 @@ def prefill(
         token_P,
         jnp.zeros((), jnp.int32),
         length,
+        count,
         models.taps,
     )
     last_E = rows.hidden[count - 1]
