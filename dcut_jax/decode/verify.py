@@ -10,6 +10,7 @@ from dcut_jax.decode.pack import Layout, Packed, groups, unpack
 from dcut_jax.models import dense
 from dcut_jax.models.attention import attend
 from dcut_jax.models.cache import KvCache, as_cached, read_owners, read_slot, read_slots
+from dcut_jax.models.collectives import Over
 
 
 def verify_rows(
@@ -21,6 +22,7 @@ def verify_rows(
     packed: Packed,
     lay: Layout,
     taps: tuple[int, ...],
+    over: Over = None,
 ) -> dense.Rows:
     """Runs anchors and kept drafts through the target; the cache is only read.
 
@@ -44,7 +46,7 @@ def verify_rows(
         out_IJHD = attend(q_THD[group.row_IJ], k_IWGD, v_IWGD, mask_IJW, cached)
         return out_IJHD.reshape(-1, *out_IJHD.shape[2:])[group.place_T]
 
-    return dense.forward(params, cfg, token_T, position_T, attend_layer, taps)
+    return dense.forward(params, cfg, token_T, position_T, attend_layer, taps, over)
 
 
 def prefill_rows(
@@ -55,6 +57,7 @@ def prefill_rows(
     slot: Int[Array, ""],
     length: Int[Array, ""],
     taps: tuple[int, ...],
+    over: Over = None,
 ) -> dense.Rows:
     """One chunk of one prompt: causal over itself, after `length` cached positions."""
     P = token_P.shape[0]
@@ -66,4 +69,4 @@ def prefill_rows(
         return attend(q_PHD[None], k_PGD[None], v_PGD[None], mask_1PP, cached)[0]
 
     position_P = length + jnp.arange(P)
-    return dense.forward(params, cfg, token_P, position_P, attend_layer, taps)
+    return dense.forward(params, cfg, token_P, position_P, attend_layer, taps, over)
