@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dcut_jax.config import ModelConfig
 from dcut_jax.models import experts
 from dcut_jax.models.attention import attend, causal_mask
+from dcut_jax.models.collectives import Over, lookup, total
 from dcut_jax.models.layers import (
     attention_inputs,
     product,
@@ -111,14 +112,16 @@ def head_VE(params: dict[str, Any]) -> Array:
 
 
 def logits(hidden: Float[Array, "*N E"], head_VE: Array) -> Float[Array, "*N V"]:
-    """LM head, float32."""
+    """LM head, float32; of the words that this device's `head_VE` holds."""
     last = hidden.ndim - 1
     return product(hidden, head_VE, (((last,), (1,)), ((), ())))
 
 
-def embed(token: Int[Array, "*N"], embed_VE: Array) -> Float[Array, "*N E"]:
+def embed(
+    token: Int[Array, "*N"], embed_VE: Array, over: Over = None
+) -> Float[Array, "*N E"]:
     """Embedding rows, float32."""
-    return embed_VE[token].astype(jnp.float32)
+    return lookup(token, embed_VE, over).astype(jnp.float32)
 
 
 def feed_forward(
@@ -126,12 +129,13 @@ def feed_forward(
     layer: dict[str, Any],
     cfg: ModelConfig,
     valid: Bool[Array, "*N"],
+    over: Over = None,
 ) -> Float[Array, "*N E"]:
     """The second half of a layer: dense, or the experts that its rows are sent to."""
     if "experts" not in layer:
-        return swiglu(x, layer)
+        return swiglu(x, layer, over)
     assert cfg.experts is not None, "a layer with experts, in a config without"
-    return experts.forward(x, layer["experts"], cfg.experts, valid)
+    return experts.forward(x, layer["experts"], cfg.experts, valid, over)
 
 
 def forward(
@@ -142,7 +146,8 @@ def forward(
     valid: Bool[Array, "*N"],
     attend_layer: Attend,
     taps: tuple[int, ...] = (),
-    feed: Feed = feed_forward,
+    over: Over = None,
+    feed: Feed | None = None,
 ) -> Rows:
     """Runs token rows through the decoder layers.
 
@@ -152,9 +157,11 @@ def forward(
       attend_layer: from `(layer, q_NHD, k_NGD, v_NGD)` to the attention output
         `[*N, H, D]`. It alone knows which rows belong together and what is cached.
       taps: layers whose output (residual stream after the layer) is wanted.
+      over: the mesh axis that `params` are cut over, see `models.collectives`. Then
+        queries, keys and values are of this device's heads.
       feed: in place of `feed_forward`, for one that records or trains.
     """
-    x = embed(token, params["embed_VE"])
+    x = embed(token, params["embed_VE"], over)
     by = rotation(position, cfg.rope, cfg.head_dim)
     tapped: dict[int, Array] = {}
     keys, values = [], []
@@ -164,9 +171,13 @@ def forward(
             q, k, v = attention_inputs(h, layer, by, cfg.norm_eps)
             keys.append(k)
             values.append(v)
-            x = x + project(attend_layer(i, q, k, v), layer["o_HDE"], contract=2)
+            out = project(attend_layer(i, q, k, v), layer["o_HDE"], contract=2)
+            x = x + total(out, over)
             h = rms_norm(x, layer["mlp_norm_E"], cfg.norm_eps)
-            x = x + feed(h, layer, cfg, valid)
+            if feed is None:
+                x = x + feed_forward(h, layer, cfg, valid, over)
+            else:
+                x = x + feed(h, layer, cfg, valid)
         if i in taps:
             tapped[i] = x
     empty = jnp.zeros((*token.shape, 0), jnp.float32)
@@ -184,7 +195,7 @@ def forward_sequences(
     token_NS: Int[Array, "N S"],
     valid_NS: Bool[Array, "N S"],
     taps: tuple[int, ...] = (),
-    feed: Feed = feed_forward,
+    feed: Feed | None = None,
 ) -> Rows:
     """Whole sequences without a cache (training features, parity tests)."""
     position_NS = jnp.broadcast_to(jnp.arange(token_NS.shape[1]), token_NS.shape)
@@ -195,5 +206,5 @@ def forward_sequences(
         return attend(q, k, v, mask_NSS)
 
     return forward(
-        params, cfg, token_NS, position_NS, valid_NS, attend_layer, taps, feed
+        params, cfg, token_NS, position_NS, valid_NS, attend_layer, taps, feed=feed
     )

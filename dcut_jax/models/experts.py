@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from dcut_jax.config import ExpertsConfig
+from dcut_jax.models.collectives import Over, total
 from dcut_jax.models.layers import project, swiglu
 from dcut_jax.models.params import ParamSpec
 from pallas_kernels.experts import grouped_swiglu
@@ -70,19 +71,21 @@ def forward(
     layer: dict[str, Any],
     cfg: ExpertsConfig,
     valid: Bool[Array, "*N"],
+    over: Over = None,
 ) -> Float[Array, "*N E"]:
     """What a layer with experts adds to its rows.
 
     Args:
       valid: false on padding, which is sent nowhere: it opens no expert, and nothing
         but the shared expert is added to it.
+      over: the mesh axis that the feed-forward axis of every expert is cut over.
     """
     x_NE = x.reshape(-1, x.shape[-1])
     routing = route(x_NE, layer["router_EQ"], cfg)
     expert_NA = jnp.where(valid.reshape(-1, 1), routing.expert_NA, cfg.count)
-    out_NE = dispatch(x_NE, Routing(expert_NA, routing.gate_NA), layer)
+    out_NE = total(dispatch(x_NE, Routing(expert_NA, routing.gate_NA), layer), over)
     if "shared" in layer:
-        shared_NE = swiglu(x_NE, layer["shared"])
+        shared_NE = swiglu(x_NE, layer["shared"], over)
         if "shared_gate_E" in layer:
             mix_N = jax.nn.sigmoid(project(x_NE, layer["shared_gate_E"]))
             shared_NE = shared_NE * mix_N[:, None]
