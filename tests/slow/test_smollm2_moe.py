@@ -1,4 +1,4 @@
-"""SmolLM2's neurons cut into experts: with all on it is SmolLM2, and it loads by name."""
+"""SmolLM2 cut into experts: with all of them on it is SmolLM2; it loads by name."""
 
 from dataclasses import replace
 
