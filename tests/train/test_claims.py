@@ -1,9 +1,7 @@
 """What training options are for, shown at a small scale, with three seeds each."""
 
 from dataclasses import replace
-from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,18 +10,11 @@ from dcut_jax.train.config import TrainConfig
 from dcut_jax.train.data import Dataset, DatasetWriter
 from dcut_jax.train.loop import Trainer
 from dcut_jax.train.step import new_state
-from dcut_jax.weights.hf import load_hf
 
 pytestmark = pytest.mark.slow
 
 PHRASES = np.arange(24).reshape(8, 3) + 10
 DRAFTS = 6
-
-
-@pytest.fixture(scope="module")
-def target():
-    directory = Path(__file__).parents[1] / "golden" / "dflash" / "target"
-    return load_hf(directory, jnp.float32)
 
 
 def phrases(path, seed):
