@@ -101,10 +101,17 @@ def _add_eval_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("eval-out"))
     parser.add_argument("--batch-size", type=positive, default=8)
     parser.add_argument("--max-new-tokens", type=at_least_two, default=128)
-    parser.add_argument("--rounds", type=positive, default=3, help="timed ones")
+    parser.add_argument(
+        "--rounds", type=at_least_zero, default=3, help="timed ones; 0 for counts alone"
+    )
     parser.add_argument("--dtype", default="float32", choices=DTYPES)
     parser.add_argument("--draft-dtype", default="bfloat16", choices=DTYPES)
     parser.add_argument("--no-plot", action="store_true", help="draw no eval.png")
+
+
+def at_least_zero(text: str) -> int:
+    """An `argparse` type: a whole number, 0 included."""
+    return 0 if text == "0" else positive(text)
 
 
 def at_least_two(text: str) -> int:

@@ -120,8 +120,8 @@ def evaluate_set(
 
     Args:
       engines: by width; 0 is plain decoding.
-      rounds: timed ones. In each every engine decodes the whole set, and another one
-        begins, so that all see the machine alike.
+      rounds: timed ones, 0 or more. In each every engine decodes the whole set, and
+        another one begins, so that all see the machine alike.
       on_progress: told what was decoded, `(1 + rounds) * len(engines)` times.
 
     Raises:
@@ -220,7 +220,7 @@ def evaluate(
       command, machine: for the record.
       batch_size: requests decoded together.
       max_new_tokens: of each text, at least 2: the first comes with the prompt.
-      rounds: timed ones.
+      rounds: timed ones; 0 for counts alone.
       on_progress: told how many of `passes(...)` are done, and what was.
 
     Raises:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +71,7 @@ DEFINITIONS = {
     "draft was given more than a rejected one",
     "tokens_per_s": "of decode steps; prefill is in no time",
     "ratio": "to plain decoding (AR) in the same round, all arms taking turns; median, "
-    "lowest and highest over the rounds",
+    "lowest and highest over the rounds; null where nothing was timed",
     "texts_differ": "texts that are not token for token those of AR; in float32 there "
     "should be none",
 }
@@ -102,7 +103,12 @@ def _speed_json(speeds: tuple[Speed, ...]) -> dict[str, Any]:
 
 
 def _spread_json(values: list[float]) -> dict[str, float]:
-    return vars(Spread.of(values)).copy()
+    return vars(_spread(values)).copy()
+
+
+def _spread(values: Sequence[float]) -> Spread:
+    """All NaN where nothing was timed."""
+    return Spread.of(values) if values else Spread(math.nan, math.nan, math.nan)
 
 
 def _width_json(w: WidthResult) -> dict[str, Any]:
@@ -202,9 +208,9 @@ def _measured(found: Evaluation) -> Table:
     for header in (*headers, "ECE", "AUC", "tokens/s", "× AR", "spread"):
         table.add_column(header, justify="right", no_wrap=True)
     for one in found.sets:
-        ar = Spread.of([s.tokens_per_s for s in one.ar])
+        ar = _number(_spread([s.tokens_per_s for s in one.ar]).median, 0)
         blank = [""] * (len(headers) + 2)
-        table.add_row(one.name, "AR", "1.00", *blank, f"{ar.median:.0f}", "", "")
+        table.add_row(one.name, "AR", "1.00", *blank, ar, "", "")
         for i, w in enumerate(one.widths):
             last = i + 1 == len(one.widths)
             table.add_row("", *_cells(w, shown, most), end_section=last)
@@ -257,17 +263,17 @@ def _cells(w: WidthResult, shown: int, most: int) -> list[str]:
     slots = rates[:shown] + [""] * (shown - len(rates))
     if most > shown:
         slots.append(rates[-1] if len(rates) == most else "")
-    rate = Spread.of([s.tokens_per_s for s in w.speeds])
-    ratio = Spread.of(w.ratios)
+    rate = _spread([s.tokens_per_s for s in w.speeds])
+    ratio = _spread(w.ratios)
     return [
         str(w.width),
         f"{w.mean_accepted_length:.2f}",
         *slots,
         _number(w.confidence.ece, 3),
         _number(w.confidence.auc, 3),
-        f"{rate.median:.0f}",
-        f"{ratio.median:.2f}",
-        f"{ratio.low:.2f}–{ratio.high:.2f}",
+        _number(rate.median, 0),
+        _number(ratio.median, 2),
+        f"{ratio.low:.2f}–{ratio.high:.2f}" if w.ratios else "",
     ]
 
 
@@ -278,6 +284,7 @@ def _number(value: float, digits: int) -> str:
 def _caption(found: Evaluation) -> str:
     prompts = ", ".join(f"{one.name} {one.prompts}" for one in found.sets)
     rounds = len(found.sets[0].ar)
+    timed = f"× AR: within a round, medians of {rounds}" if rounds else "nothing timed"
     differ = sum(w.texts_differ for one in found.sets for w in one.widths)
     texts = f"{differ} texts are not AR's" if differ > 1 else "1 text is not AR's"
     if not differ:
@@ -288,7 +295,7 @@ def _caption(found: Evaluation) -> str:
         f"E[L]: tokens per request and step, the token after the drafts included and\n"
         f"the last step as far as the text goes; αk: share of draft k accepted where\n"
         f"all before it were; ECE, AUC: of the drafter's raw chances, per draft\n"
-        f"× AR: within a round, medians of {rounds}; {texts}"
+        f"{timed}; {texts}"
     )
 
 
@@ -320,7 +327,7 @@ def plot(found: Evaluation, path: Path) -> None:
         slots.plot(range(1, len(rates) + 1), rates, **style)
         filled = [(p, s) for n, p, s in widest.confidence.bins if n]
         chances.plot([p for p, _ in filled], [s for _, s in filled], **style)
-        ratios = [Spread.of(w.ratios) for w in one.widths]
+        ratios = [_spread(w.ratios) for w in one.widths]
         below = [r.median - r.low for r in ratios]
         above = [r.high - r.median for r in ratios]
         medians = [r.median for r in ratios]

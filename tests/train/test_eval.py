@@ -285,6 +285,19 @@ def test_the_table_of_an_evaluation():
     assert "one text only" in report.render_tables(single)
 
 
+def test_counts_without_times():
+    [one] = made_up().sets
+    width = dataclasses.replace(one.widths[0], speeds=(), ratios=())
+    untimed = dataclasses.replace(one, ar=(), widths=(width,))
+    found = dataclasses.replace(made_up(), sets=(untimed,))
+    text = report.render_tables(found)
+    [row] = [line for line in text.splitlines() if line.split()[:2] == ["3", "2.50"]]
+    assert row.split() == "3 2.50 0.75 1.00 0.250".split()
+    assert "nothing timed" in text
+    [one] = json.loads(report.to_json(found))["sets"]
+    assert one["widths"][0]["ratio"] == {"median": None, "low": None, "high": None}
+
+
 def test_the_picture_of_an_evaluation(tmp_path):
     pytest.importorskip("matplotlib")
     report.plot(made_up(), tmp_path / "new" / "eval.png")
