@@ -267,7 +267,7 @@ def _features(
     with bar("features", len(responses)) as update:
         collect.add_features(
             target,
-            _taps(args, target),
+            () if args.no_features else _taps(args, target),
             responses,
             writer,
             on_progress=lambda done, _: update(done),

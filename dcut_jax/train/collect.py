@@ -237,11 +237,11 @@ def add_features(
 
     Documents that the writer already has are passed over.
     """
-    run = make_features(target.params, target.cfg, taps)
     if writer.channels == 0:
         for line in responses[writer.documents :]:
             writer.append(line["prompt"] + line["response"], len(line["prompt"]))
         return
+    run = make_features(target.params, target.cfg, taps)
     for start in range(writer.documents, len(responses), batch):
         part = responses[start : start + batch]
         documents = [d["prompt"] + d["response"] for d in part]
