@@ -146,7 +146,7 @@ def profile(
             steps, rounds=rounds, enough_ms=ENOUGH_MS, on_progress=progress
         ).items():
             found[kind][tuple(cell)] = samples
-    return CostTable(here, **found)
+    return CostTable(here, *found.values())
 
 
 def _steps(
