@@ -139,17 +139,8 @@ def prepare(arm: Arm, times: StepTimes) -> tuple[Setup, Chooser]:
     shapes = StepShapes(slots=times.slots, positions=0, width=arm.block, stops=0)
     policy = arm.policy
     if isinstance(policy, DCutPolicy):
-        setup = Setup(
-            widths=policy.ladder(shapes),
-            rows_R=policy.tiers(shapes),
-            costs=policy.costs(shapes, work_ms(policy, shapes, times)),
-            objective=policy.objective,
-            ratios=policy.ratios,
-            fairness=policy.fairness,
-            patience=policy.patience,
-            calibrates=policy.calibrate,
-        )
-        return setup, policy.chooser(shapes)
+        costs = policy.costs(shapes, work_ms(policy, shapes, times))
+        return dcut_setup(policy, shapes, costs), policy.chooser(shapes)
     widths = policy.ladder(shapes) or (arm.block - 1,)
     costs = StepCosts(
         plain_ms=times.verify_ms(times.slots),
@@ -159,6 +150,20 @@ def prepare(arm: Arm, times: StepTimes) -> tuple[Setup, Chooser]:
     fixed = isinstance(policy, FixedPolicy)
     same = Choice(widths[0], planned=False) if fixed else PLAIN
     return Setup(widths, (times.slots * arm.block,), costs), Always(same)
+
+
+def dcut_setup(policy: DCutPolicy, shapes: StepShapes, costs: StepCosts) -> Setup:
+    """The steps and rules of a D-Cut policy."""
+    return Setup(
+        widths=policy.ladder(shapes),
+        rows_R=policy.tiers(shapes),
+        costs=costs,
+        objective=policy.objective,
+        ratios=policy.ratios,
+        fairness=policy.fairness,
+        patience=policy.patience,
+        calibrates=policy.calibrate,
+    )
 
 
 def work_ms(

@@ -22,7 +22,7 @@ from dcut_jax.cost.experts import EVEN, fit_concentration
 from dcut_jax.cost.mesh import placement
 from dcut_jax.cost.roofline import Fit, Roofline, fit
 from dcut_jax.cost.shapes import DrafterShape, ModelShape
-from dcut_jax.cost.table import KEY_PARTS, CostTable, Fingerprint, Source
+from dcut_jax.cost.table import CostTable, Fingerprint, Source
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,18 @@ def fitted_table(model: Roofline, stored: CostTable, wanted: Wanted) -> CostTabl
 
 
 def _table(here: Fingerprint, cells: Cells, source: Source) -> CostTable:
-    kinds = ({key: (ms,) for key, ms in cells[kind].items()} for kind in KEY_PARTS)
-    return CostTable(here, *kinds, source=source)
+    samples = {
+        kind: {key: (ms,) for key, ms in by_key.items()}
+        for kind, by_key in cells.items()
+    }
+    return CostTable(
+        here,
+        samples["draft"],
+        samples["verify"],
+        samples["plan"],
+        samples["catch_up"],
+        source=source,
+    )
 
 
 def _fit(

@@ -146,7 +146,9 @@ def profile(
             steps, rounds=rounds, enough_ms=ENOUGH_MS, on_progress=progress
         ).items():
             found[kind][tuple(cell)] = samples
-    return CostTable(here, *found.values())
+    return CostTable(
+        here, found["draft"], found["verify"], found["plan"], found["catch_up"]
+    )
 
 
 def _steps(
