@@ -26,8 +26,8 @@ from dcut_jax.engine.policy import DCutPolicy, wanted_costs
 from dcut_jax.simulate import Run, Simulation, simulate
 
 VERSION = 1
-# Requests times steps of a simulation, at least so many steps, and those not counted.
-REQUEST_STEPS, LEAST_STEPS, WARM_STEPS = 2048, 48, 48
+# Requests times steps of a simulation, within so many steps, and those not counted.
+REQUEST_STEPS, LEAST_STEPS, MOST_STEPS, WARM_STEPS = 2048, 32, 384, 32
 # Confidences are chances here, so there is nothing to calibrate; costs are what they
 # are, so there is nothing to correct.
 POLICY = DCutPolicy(CostTable.empty(), calibrate=False, correct=False)
@@ -212,7 +212,7 @@ def simulated(model: Roofline, batch: int, context: int) -> Run:
     costs = policy.costs(shapes, policy.measured(shapes, context))
     setup = dcut_setup(policy, shapes, costs)
     run = Simulation(setup, policy.chooser(shapes), ACCEPTANCE, [0.0] * batch)
-    steps = max(REQUEST_STEPS // batch, LEAST_STEPS)
+    steps = min(max(REQUEST_STEPS // batch, LEAST_STEPS), MOST_STEPS)
     return simulate(run, steps=steps, warm_up=WARM_STEPS)
 
 

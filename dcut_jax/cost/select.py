@@ -82,7 +82,7 @@ def select(
     )
     if stored is None or stored.source != "measured":
         return roofline_table(model, here, wanted)
-    model = replace(model, concentration=_routing(target, stored))
+    model = replace(model, concentration=_routing(model, stored))
     return fitted_table(model, stored, wanted)
 
 
@@ -167,12 +167,16 @@ def _cell_ms(model: Roofline, kind: str, key: tuple[int, ...]) -> float:
     return model.ms(model.catch_up(slots, key[1]))
 
 
-def _routing(target: ModelShape, stored: CostTable) -> float:
-    """How unevenly rows were routed, where the measured steps tell."""
+def _routing(model: Roofline, stored: CostTable) -> float:
+    """How unevenly rows were routed, where the measured steps tell.
+
+    Under `data` the experts of a shard see its own rows alone.
+    """
+    target = model.target
     seen = [
-        (float(key[1]), float(np.median(counts)))
+        (key[1] / model.place.data, float(np.median(counts)))
         for key, counts in stored.experts.items()
-        if key[1] > 1
+        if key[1] > model.place.data
     ]
     if not target.experts or not seen:
         return EVEN

@@ -85,7 +85,8 @@ class CostTable:
       source: how the times came about. What is computed takes a table's place where
         nothing was measured, and says so.
       experts: by the keys of `verify`, not times but distinct experts of a layer that
-        the step touched, mean over layers with experts; empty where that is unknown.
+        the rows of a data shard touched, mean over layers with experts and over
+        shards; empty where that is unknown.
     """
 
     fingerprint: Fingerprint
