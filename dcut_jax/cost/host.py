@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import jax
 import jax.numpy as jnp
@@ -11,18 +11,26 @@ import numpy as np
 from dcut_jax.cost.devices import Device
 
 PEAK_SIZE = 3072
-COPY_BYTES = 1 << 28
+HOST_SIZE = 1024  # of products at the start of a program, which should not take long
+COPY_BYTES = 1 << 28  # beyond any cache
 
 
-def measure_host(seconds: float = 1.0) -> Device:
+def measure_host(dtypes: Collection[str], seconds: float = 0.3) -> Device:
     """Rates of the CPU that JAX runs on, the best of about `seconds` each.
 
     Its devices share one memory and have no link: a mesh of them is not modelled.
+
+    Args:
+      dtypes: of the products to measure; a rate that is not measured is unknown.
     """
+
+    def products(dtype: str) -> float | None:
+        return measure_peak(dtype, seconds, HOST_SIZE) if dtype in dtypes else None
+
     return Device(
         name="cpu",
-        bf16_per_s=measure_peak("bfloat16", seconds),
-        fp32_per_s=measure_peak("float32", seconds),
+        bf16_per_s=products("bfloat16"),
+        fp32_per_s=products("float32"),
         memory_per_s=measure_copy(seconds),
         memory_bytes=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
         link_per_s=0.0,
@@ -30,15 +38,15 @@ def measure_host(seconds: float = 1.0) -> Device:
     )
 
 
-def measure_peak(dtype: str, seconds: float = 1.0) -> float:
+def measure_peak(dtype: str, seconds: float = 1.0, size: int = PEAK_SIZE) -> float:
     """Operations a second of a large product, the best of several; one device."""
-    x = jnp.ones((PEAK_SIZE, PEAK_SIZE), dtype)
+    x = jnp.ones((size, size), dtype)
     run = jax.jit(
         lambda x: jax.lax.dot(x, x, preferred_element_type=jnp.float32),
     )
     jax.block_until_ready(run(x))
     best = _best(lambda: jax.block_until_ready(run(x)), seconds)
-    return 2 * PEAK_SIZE**3 / best
+    return 2 * size**3 / best
 
 
 def measure_copy(seconds: float = 1.0) -> float:

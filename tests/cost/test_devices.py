@@ -59,8 +59,10 @@ def test_a_device_of_jax_may_be_half_a_chip():
 
 
 def test_this_machine_is_measured():
-    host = measure_host(seconds=0.01)
+    host = measure_host({"float32"}, seconds=0.01)
     assert host.products_per_s("float32") > 1e9
+    with pytest.raises(CostError, match="no peak rate of bfloat16"):
+        host.products_per_s("bfloat16")
     assert host.memory_per_s > 1e8
     assert host.memory_bytes > 1e9
     assert host.link_per_s == 0
