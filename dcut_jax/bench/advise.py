@@ -3,7 +3,7 @@
 Times are computed from peak rates (`cost.roofline`), so what is said is an upper bound
 of throughput, and a comparison of layouts. D-Cut's tokens come from the engine's own
 policy on these costs (`simulate`), with drafts that are accepted as those published of
-DFlash on Qwen3-8B (`bench.replay.ACCEPTANCE`), whatever the target.
+DFlash on Qwen3-8B (`bench.on_paper.ACCEPTANCE`), whatever the target.
 """
 
 import json
@@ -14,7 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from dcut_jax.bench.replay import ACCEPTANCE, dcut_setup
+from dcut_jax.bench.on_paper import ACCEPTANCE, dcut_setup
 from dcut_jax.cost.devices import Device
 from dcut_jax.cost.mesh import STRATEGIES, Placement, placements
 from dcut_jax.cost.roofline import Roofline

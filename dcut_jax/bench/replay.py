@@ -22,6 +22,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from dcut_jax.bench.on_paper import ACCEPTANCE, dcut_setup, work_ms
 from dcut_jax.bench.published import (
     AR,
     BLOCK,
@@ -30,23 +31,18 @@ from dcut_jax.bench.published import (
     fit_step_times,
     load_published,
 )
+from dcut_jax.bench.regret import RegretCell, cases, regret_cells, regret_table
 from dcut_jax.bench.report import COLUMNS
 from dcut_jax.cli import bar
-from dcut_jax.cost.online import Work
 from dcut_jax.cost.table import CostTable
 from dcut_jax.cut.fairness import jain_index
 from dcut_jax.cut.width import PLAIN, Choice, StepCosts
-from dcut_jax.decode.defer import CATCH_UPS
-from dcut_jax.decode.steps import StepShapes, anchors_only
+from dcut_jax.decode.steps import StepShapes
 from dcut_jax.engine.policy import (
-    PLAN_WORK,
     ArPolicy,
     DCutPolicy,
     FixedPolicy,
     Policy,
-    catch_up_work,
-    draft_work,
-    verify_work,
 )
 from dcut_jax.simulate import (
     Acceptance,
@@ -60,10 +56,6 @@ from dcut_jax.simulate import (
 
 VERSION = 1
 
-# Least squares of logs (Nelder-Mead, by hand) on the eight published allocations: what
-# 32 requests get of so many rows, dealt out evenly or to the most confident. All are
-# met within 1%, without a term for where in its block a draft stands.
-ACCEPTANCE = Acceptance(level=5.5, step_sd=1.35, draft_sd=5.05)
 # Ease of a hard request: full blocks then yield 3.16 / 5.54 of an easy one's tokens,
 # as published lengths on MT-Bench and GSM8K compare.
 HARD = -2.6
@@ -152,36 +144,6 @@ def prepare(arm: Arm, times: StepTimes) -> tuple[Setup, Chooser]:
     return Setup(widths, (times.slots * arm.block,), costs), Always(same)
 
 
-def dcut_setup(policy: DCutPolicy, shapes: StepShapes, costs: StepCosts) -> Setup:
-    """The steps and rules of a D-Cut policy."""
-    return Setup(
-        widths=policy.ladder(shapes),
-        rows_R=policy.tiers(shapes),
-        costs=costs,
-        objective=policy.objective,
-        ratios=policy.ratios,
-        fairness=policy.fairness,
-        patience=policy.patience,
-        calibrates=policy.calibrate,
-    )
-
-
-def work_ms(
-    policy: DCutPolicy, shapes: StepShapes, times: StepTimes
-) -> dict[Work, float]:
-    """Times of all work that a policy's steps are made of.
-
-    Planning is free, and so is the drafter's context of plain steps.
-    """
-    layouts = [anchors_only(shapes), *policy.layouts(shapes)]
-    return {
-        PLAN_WORK: 0.0,
-        **{catch_up_work(steps): 0.0 for steps in CATCH_UPS},
-        **{draft_work(w): times.draft_ms(w) for w in policy.ladder(shapes)},
-        **{verify_work(lay): times.verify_ms(lay.rows) for lay in layouts},
-    }
-
-
 def run_arm(arm: Arm, times: StepTimes, acceptance: Acceptance) -> Run:
     """A batch of requests that are all of the same ease."""
     setup, chooser = prepare(arm, times)
@@ -253,11 +215,13 @@ class ReplayResult:
     source: str
     cells: tuple[ReplayCell, ...]
     fair: tuple[FairCell, ...]
+    regret: tuple[RegretCell, ...] = ()
 
     def to_json(self) -> str:
         """One line."""
-        cells = [{**asdict(cell), "error": cell.error} for cell in self.cells]
-        data = {"version": VERSION, "replayed": True, **asdict(self), "cells": cells}
+        data = {"version": VERSION, "replayed": True, **asdict(self)}
+        data["cells"] = [{**asdict(cell), "error": cell.error} for cell in self.cells]
+        data["regret"] = [{**asdict(cell), "lost": cell.lost} for cell in self.regret]
         return json.dumps(data, allow_nan=False)
 
 
@@ -282,13 +246,20 @@ def replay(
     for arm in FAIR:
         update(len(cells) + len(fair), f"fairness, {arm.name}")
         fair.append(fair_cell(arm, times[dense.name][FAIR_BATCH]))
-    update(len(cells) + len(fair), "replayed")
+    regret: list[RegretCell] = []
+    for case in cases(published):
+        for cell in regret_cells(case, published.batch_sizes):
+            regret.append(cell)
+            done = len(cells) + len(fair) + len(regret)
+            update(done, f"wrong costs, {case.what}")
+    update(cell_count(), "replayed")
     return ReplayResult(
         command=command,
         date=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         source=published.source,
         cells=tuple(cells),
         fair=tuple(fair),
+        regret=tuple(regret),
     )
 
 
@@ -296,7 +267,8 @@ def cell_count() -> int:
     """Cells of a whole replay."""
     published = load_published()
     arms = len(ROWS) * len(published.models) + 2 * len(TERMS)
-    return arms * len(published.batch_sizes) + len(FAIR)
+    pairs = sum(len(case.costs) * (len(case.costs) - 1) for case in cases(published))
+    return (arms + pairs) * len(published.batch_sizes) + len(FAIR)
 
 
 def arm_cells(
@@ -398,6 +370,10 @@ def render(result: ReplayResult) -> str:
         console.print(_fair_title(terms[0].model), style="b")
         console.print(_fair_table(result.fair))
         console.print(_FAIR_NOTE)
+        if result.regret:
+            console.print("replayed: throughput lost by wrong costs", style="b")
+            console.print(regret_table(result.regret))
+            console.print(_REGRET_NOTE)
         console.print(f"source: {result.source}")
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
@@ -413,6 +389,11 @@ adds: to the geometric mean of the line above
 """
 _FAIR_NOTE = f"""\
 ms per token, over requests of {FAIR_TOKENS} tokens; Jain: index over their speeds
+"""
+
+
+_REGRET_NOTE = """\
+against planning by the costs that are paid; computed: from peak rates
 """
 
 
