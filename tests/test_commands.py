@@ -133,6 +133,7 @@ class TestBench:
         [
             ("--max-new-tokens 1", "expected at least 2, found 1"),
             ("--batch-sizes 1,8,1", "1 is there twice"),
+            ("--expert-aware", "give --replay with it"),
             ("--arms ar,dcut,ar", "ar is there twice"),
             ("--arms ar,fixed", "arm 'fixed' is unknown"),
             ("--arms fixed-0", "arm 'fixed-0' is unknown"),

@@ -22,6 +22,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from dcut_jax.bench.expert_aware import (
+    BATCH_SIZES,
+    EXPERT_NOTE,
+    ROUTINGS,
+    ExpertCell,
+    expert_cells,
+    expert_table,
+    expert_title,
+)
 from dcut_jax.bench.on_paper import ACCEPTANCE, dcut_setup, work_ms
 from dcut_jax.bench.published import (
     AR,
@@ -216,19 +225,27 @@ class ReplayResult:
     cells: tuple[ReplayCell, ...]
     fair: tuple[FairCell, ...]
     regret: tuple[RegretCell, ...] = ()
+    experts: tuple[ExpertCell, ...] = ()
 
     def to_json(self) -> str:
         """One line."""
         data = {"version": VERSION, "replayed": True, **asdict(self)}
         data["cells"] = [{**asdict(cell), "error": cell.error} for cell in self.cells]
         data["regret"] = [{**asdict(cell), "lost": cell.lost} for cell in self.regret]
+        data["experts"] = [{**asdict(cell), "gain": cell.gain} for cell in self.experts]
         return json.dumps(data, allow_nan=False)
 
 
 def replay(
-    command: str, update: Callable[[int, str], None] = lambda done, what: None
+    command: str,
+    update: Callable[[int, str], None] = lambda done, what: None,
+    *,
+    expert_aware: bool = False,
 ) -> ReplayResult:
-    """All tables; `update` is told how many cells are done, and which arm is next."""
+    """All tables; `update` is told how many cells are done, and which arm is next.
+
+    `expert_aware`: whether that of knowing experts is among them.
+    """
     published = load_published()
     times = {m.name: fit_step_times(published, m) for m in published.models}
     dense = published.models[0]
@@ -252,7 +269,13 @@ def replay(
             regret.append(cell)
             done = len(cells) + len(fair) + len(regret)
             update(done, f"wrong costs, {case.what}")
-    update(cell_count(), "replayed")
+    experts: list[ExpertCell] = []
+    if expert_aware:
+        for expert in expert_cells():
+            experts.append(expert)
+            done = len(cells) + len(fair) + len(regret) + len(experts)
+            update(done, f"experts, {expert.routing}")
+    update(cell_count(expert_aware), "replayed")
     return ReplayResult(
         command=command,
         date=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -260,15 +283,17 @@ def replay(
         cells=tuple(cells),
         fair=tuple(fair),
         regret=tuple(regret),
+        experts=tuple(experts),
     )
 
 
-def cell_count() -> int:
+def cell_count(expert_aware: bool = False) -> int:
     """Cells of a whole replay."""
     published = load_published()
     arms = len(ROWS) * len(published.models) + 2 * len(TERMS)
     pairs = sum(len(case.costs) * (len(case.costs) - 1) for case in cases(published))
-    return (arms + pairs) * len(published.batch_sizes) + len(FAIR)
+    experts = len(ROUTINGS) * len(BATCH_SIZES) if expert_aware else 0
+    return (arms + pairs) * len(published.batch_sizes) + len(FAIR) + experts
 
 
 def arm_cells(
@@ -374,6 +399,10 @@ def render(result: ReplayResult) -> str:
             console.print("replayed: throughput lost by wrong costs", style="b")
             console.print(regret_table(result.regret))
             console.print(_REGRET_NOTE)
+        if result.experts:
+            console.print(expert_title(), style="b")
+            console.print(expert_table(result.experts))
+            console.print(EXPERT_NOTE)
         console.print(f"source: {result.source}")
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
@@ -467,11 +496,11 @@ def _row(ratios: Sequence[float]) -> list[str]:
     return [*(f"{ratio:.2f}" for ratio in ratios), f"{mean:.3f}"]
 
 
-def run_replay(command: str, out: Path) -> int:
+def run_replay(command: str, out: Path, *, expert_aware: bool = False) -> int:
     """Replays, writes the record, prints the tables; returns the status."""
     out.mkdir(parents=True, exist_ok=True)
-    with bar("replaying", cell_count()) as update:
-        result = replay(command, update)
+    with bar("replaying", cell_count(expert_aware)) as update:
+        result = replay(command, update, expert_aware=expert_aware)
     path = out / "replay.json"
     path.write_text(result.to_json() + "\n")
     print(render(result))
