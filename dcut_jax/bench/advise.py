@@ -8,21 +8,21 @@ DFlash on Qwen3-8B (`bench.on_paper.ACCEPTANCE`), whatever the target.
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from dcut_jax.bench.on_paper import ACCEPTANCE, dcut_setup
+from dcut_jax.bench.on_paper import ACCEPTANCE, dcut_setup, roofline_ms
+from dcut_jax.config import ConfigError
 from dcut_jax.cost.devices import Device
-from dcut_jax.cost.mesh import STRATEGIES, Placement, placements
+from dcut_jax.cost.mesh import STRATEGIES, MeshShape, mesh_shapes
 from dcut_jax.cost.roofline import Roofline
-from dcut_jax.cost.select import roofline_table
 from dcut_jax.cost.shapes import DrafterShape, ModelShape
-from dcut_jax.cost.table import CostError, CostTable
+from dcut_jax.cost.table import CostTable
 from dcut_jax.decode.steps import StepShapes
-from dcut_jax.engine.policy import DCutPolicy, wanted_costs
+from dcut_jax.engine.policy import DCutPolicy
 from dcut_jax.simulate import Run, Simulation, simulate
 
 VERSION = 1
@@ -123,14 +123,13 @@ class Advice:
         return json.dumps(data, allow_nan=False)
 
 
-def all_placements(devices: int) -> Iterator[Placement]:
+def all_meshes(devices: int) -> Iterator[MeshShape]:
     """Every mesh of so many devices under every strategy that can use them all."""
     if devices == 1:
-        yield Placement()
+        yield MeshShape()
         return
     for strategy in STRATEGIES:
-        if strategy != "single":
-            yield from placements(devices, strategy)
+        yield from mesh_shapes(devices, strategy)
 
 
 def advise(
@@ -138,34 +137,34 @@ def advise(
 ) -> Advice:
     """Predictions for every layout; `update` is told how many are done and the next."""
     layouts = []
-    for done, place in enumerate(all_placements(asked.devices)):
-        update(done, f"{place.strategy}, {place}")
-        layouts.append(layout_advice(asked, place))
+    for done, mesh in enumerate(all_meshes(asked.devices)):
+        update(done, f"{mesh.strategy}, {mesh}")
+        layouts.append(layout_advice(asked, mesh))
     return Advice(asked, tuple(layouts))
 
 
-def layout_advice(asked: Asked, place: Placement) -> LayoutAdvice:
+def layout_advice(asked: Asked, mesh: MeshShape) -> LayoutAdvice:
     """Predictions for one layout."""
     try:
-        model = roofline(asked, place)
-    except CostError as error:
-        return LayoutAdvice(place.strategy, str(place), str(error), 0.0, ())
+        model = roofline(asked, mesh)
+    except ConfigError as error:
+        return LayoutAdvice(mesh.strategy, str(mesh), str(error), 0.0, ())
     rows = asked.drafter.block
     weights = model.memory(1, asked.positions, rows).weights
     return LayoutAdvice(
-        strategy=place.strategy,
-        mesh=str(place),
+        strategy=mesh.strategy,
+        mesh=str(mesh),
         impossible="",
         weights_gb=weights / 1e9,
         predictions=tuple(predict(asked, model, batch) for batch in asked.batch_sizes),
     )
 
 
-def roofline(asked: Asked, place: Placement) -> Roofline:
+def roofline(asked: Asked, mesh: MeshShape) -> Roofline:
     """Least times of the pair on a mesh."""
     return Roofline(
         device=asked.device,
-        place=place,
+        mesh=mesh,
         target=asked.target,
         drafter=asked.drafter,
         dtype=asked.dtype,
@@ -185,34 +184,29 @@ def predict(asked: Asked, model: Roofline, batch: int) -> Prediction:
         memory_gb=total / 1e9,
         fits=True,
         ar_per_s=1e3 * batch / model.plain_ms(batch, asked.context),
-        dcut_per_s=run.tokens_per_s,
+        dcut_per_s=run.tokens_per_s * batch / -(-batch // model.mesh.shards),
         mean_accepted_length=run.mean_accepted_length,
         mean_width=run.mean_width,
         mean_rows=run.mean_rows,
     )
 
 
-def computed_policy(
-    model: Roofline, shapes: StepShapes, context: int, policy: DCutPolicy = POLICY
-) -> DCutPolicy:
-    """A policy on a table of computed costs."""
-    wanted = wanted_costs([policy], shapes, [context])
-    nowhere = CostTable.empty().fingerprint
-    return replace(policy, table=roofline_table(model, nowhere, wanted))
-
-
 def simulated(model: Roofline, batch: int, context: int) -> Run:
-    """D-Cut on computed costs, with the published drafter's acceptance.
+    """D-Cut on computed costs, with the published drafter's acceptance: one shard.
 
-    Rows are taken to be spread evenly over the shards of the mesh.
+    All shards run one tier, and here they are all alike. The fullest is simulated.
     """
     assert model.drafter is not None, "D-Cut needs a drafter"
-    shapes = StepShapes(slots=batch, positions=0, width=model.drafter.block, stops=0)
-    policy = computed_policy(model, shapes, context)
-    costs = policy.costs(shapes, policy.measured(shapes, context))
-    setup = dcut_setup(policy, shapes, costs)
-    run = Simulation(setup, policy.chooser(shapes), ACCEPTANCE, [0.0] * batch)
-    steps = min(max(REQUEST_STEPS // batch, LEAST_STEPS), MOST_STEPS)
+    shards = model.mesh.shards
+    slots = -(-batch // shards)
+    width = model.drafter.block
+    shapes = StepShapes(
+        slots * shards, positions=0, width=width, stops=0, shards=shards
+    )
+    costs = POLICY.costs(shapes, roofline_ms(POLICY, shapes, model, context))
+    setup = dcut_setup(POLICY, shapes, costs)
+    run = Simulation(setup, POLICY.chooser(shapes), ACCEPTANCE, [0.0] * slots)
+    steps = min(max(REQUEST_STEPS // slots, LEAST_STEPS), MOST_STEPS)
     return simulate(run, steps=steps, warm_up=WARM_STEPS)
 
 
@@ -305,4 +299,4 @@ def _best_table(advice: Advice) -> Table:
 
 def layout_count(devices: int) -> int:
     """Layouts that advice on so many devices has."""
-    return sum(1 for _ in all_placements(devices))
+    return sum(1 for _ in all_meshes(devices))

@@ -17,7 +17,7 @@ from rich.table import Table
 from dcut_jax.bench.on_paper import ACCEPTANCE
 from dcut_jax.cost.devices import find_device
 from dcut_jax.cost.experts import distinct_experts, fit_concentration
-from dcut_jax.cost.mesh import Placement
+from dcut_jax.cost.mesh import MeshShape
 from dcut_jax.cost.roofline import BYTES, Roofline
 from dcut_jax.cost.shapes import read_shape, targets_directory, usual_drafter
 from dcut_jax.cut.experts import plan_experts
@@ -219,7 +219,7 @@ def expert_cells(
     """Every routing at every batch size."""
     target = read_shape(targets_directory() / f"{TARGET}.toml")
     drafter = replace(usual_drafter(target), block=WIDTH + 1)
-    model = Roofline(find_device(KIND), Placement(), target, drafter)
+    model = Roofline(find_device(KIND), MeshShape(), target, drafter)
     for routing in routings:
         for batch in batch_sizes:
             yield expert_cell(routing, batch, model)

@@ -1,7 +1,12 @@
 """What all simulations share: how drafts are accepted, and a policy's steps."""
 
+from dataclasses import replace
+
 from dcut_jax.bench.published import StepTimes
 from dcut_jax.cost.online import Work
+from dcut_jax.cost.roofline import Roofline
+from dcut_jax.cost.select import roofline_table
+from dcut_jax.cost.table import CostTable
 from dcut_jax.cut.width import StepCosts
 from dcut_jax.decode.defer import CATCH_UPS
 from dcut_jax.decode.steps import StepShapes, anchors_only
@@ -11,6 +16,7 @@ from dcut_jax.engine.policy import (
     catch_up_work,
     draft_work,
     verify_work,
+    wanted_costs,
 )
 from dcut_jax.simulate import Acceptance, Setup
 
@@ -59,3 +65,13 @@ def work_ms(
         **{draft_work(w): times.draft_ms(w) for w in policy.ladder(shapes)},
         **{verify_work(lay): times.verify_ms(lay.rows) for lay in layouts},
     }
+
+
+def roofline_ms(
+    policy: DCutPolicy, shapes: StepShapes, model: Roofline, context: int
+) -> dict[Work, float]:
+    """Times of all work that a policy's steps are made of, computed."""
+    wanted = wanted_costs([policy], shapes, [context])
+    nowhere = CostTable.empty().fingerprint
+    table = roofline_table(model, nowhere, wanted)
+    return replace(policy, table=table).measured(shapes, context)

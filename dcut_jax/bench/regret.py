@@ -12,15 +12,22 @@ from functools import partial
 from rich import box
 from rich.table import Table
 
-from dcut_jax.bench.advise import POLICY, computed_policy
+from dcut_jax.bench.advise import POLICY
 from dcut_jax.bench.on_paper import ACCEPTANCE, dcut_setup, work_ms
 from dcut_jax.bench.published import BLOCK, Published, StepTimes, fit_step_times
 from dcut_jax.cost.devices import find_device
-from dcut_jax.cost.mesh import Placement
+from dcut_jax.cost.mesh import MeshShape
 from dcut_jax.cost.roofline import Roofline
 from dcut_jax.cost.shapes import read_shape, targets_directory, usual_drafter
 from dcut_jax.cut.width import StepCosts
-from dcut_jax.decode.steps import StepShapes
+from dcut_jax.decode.defer import CATCH_UPS
+from dcut_jax.decode.steps import StepShapes, anchors_only
+from dcut_jax.engine.policy import (
+    PLAN_WORK,
+    catch_up_work,
+    draft_work,
+    verify_work,
+)
 from dcut_jax.simulate import Simulation, simulate
 
 REQUEST_STEPS, LEAST_STEPS, WARM_STEPS = 4096, 64, 64
@@ -28,10 +35,10 @@ CONTEXT = 2048
 KIND, DEVICES = "H20", 8
 # Layouts of one target, each planned by the other's costs.
 LAYOUTS = {
-    "qwen3-8b": (Placement("tp", model=DEVICES), Placement("dp", data=DEVICES)),
+    "qwen3-8b": (MeshShape("tp", model=DEVICES), MeshShape("dp", data=DEVICES)),
     "qwen3-30b-a3b": (
-        Placement("ep", expert=DEVICES),
-        Placement("dp+tp", data=2, model=4),
+        MeshShape("ep", expert=DEVICES),
+        MeshShape("dp+tp", data=2, model=4),
     ),
 }
 
@@ -80,9 +87,9 @@ def cases(published: Published) -> tuple[Case, ...]:
     layouts = (
         Case(
             f"{name} on {DEVICES} {KIND}, computed",
-            {f"{p.strategy} {p}": partial(_layout_costs, name, p) for p in places},
+            {f"{m.strategy} {m}": partial(_layout_costs, name, m) for m in meshes},
         )
-        for name, places in LAYOUTS.items()
+        for name, meshes in LAYOUTS.items()
     )
     return Case("published tables on H20", tables), *layouts
 
@@ -93,11 +100,26 @@ def _published_costs(
     return POLICY.costs(shapes, work_ms(POLICY, shapes, by_batch[shapes.slots]))
 
 
-def _layout_costs(name: str, place: Placement, shapes: StepShapes) -> StepCosts:
+def _layout_costs(name: str, mesh: MeshShape, shapes: StepShapes) -> StepCosts:
     target = read_shape(targets_directory() / f"{name}.toml")
-    model = Roofline(find_device(KIND), place, target, usual_drafter(target))
-    policy = computed_policy(model, shapes, CONTEXT)
-    return policy.costs(shapes, policy.measured(shapes, CONTEXT))
+    model = Roofline(find_device(KIND), mesh, target, usual_drafter(target))
+    # Plans of two layouts are compared, so rows are those of all devices.
+    work = {
+        PLAN_WORK: model.ms(model.plan(shapes.slots)),
+        **{
+            catch_up_work(steps): model.ms(model.catch_up(shapes.slots, steps))
+            for steps in CATCH_UPS
+        },
+        **{
+            draft_work(width): model.draft_ms(shapes.slots, width, CONTEXT)
+            for width in POLICY.ladder(shapes)
+        },
+        **{
+            verify_work(lay): model.verify_ms(shapes.slots, lay.rows, CONTEXT)
+            for lay in [anchors_only(shapes), *POLICY.layouts(shapes)]
+        },
+    }
+    return POLICY.costs(shapes, work)
 
 
 def regret_cells(case: Case, batch_sizes: Sequence[int]) -> Iterator[RegretCell]:

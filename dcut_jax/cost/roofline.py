@@ -12,14 +12,14 @@ of products other than weights are left out, since next to nothing.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 import numpy as np
 
 from dcut_jax.cost.devices import Device
 from dcut_jax.cost.experts import EVEN, distinct_experts
-from dcut_jax.cost.mesh import Placement, check_divides
+from dcut_jax.cost.mesh import MeshShape, check_divides
 from dcut_jax.cost.shapes import DrafterShape, Layers, ModelShape
 from dcut_jax.cost.table import CostError
 
@@ -81,11 +81,12 @@ class Roofline:
       concentration: of routing, see `cost.experts.distinct_experts`.
 
     Raises:
-      CostError: the mesh does not divide the models, or its devices have no link.
+      ConfigError: the mesh does not divide the models.
+      CostError: its devices have no link, or a dtype is unknown.
     """
 
     device: Device
-    place: Placement
+    mesh: MeshShape
     target: ModelShape
     drafter: DrafterShape | None = None
     dtype: str = "bfloat16"
@@ -94,16 +95,16 @@ class Roofline:
     concentration: float = EVEN
 
     def __post_init__(self) -> None:
-        check_divides(self.place, self.target, self.drafter)
+        check_divides(self.mesh, self.target, self.drafter)
         unknown = {self.dtype, self.draft_dtype, self.cache_dtype} - BYTES.keys()
         if unknown:
             raise CostError(
                 f"dtypes {sorted(unknown)} are unknown; known: {', '.join(BYTES)}"
             )
-        if self.place.devices > 1 and not self.device.link_per_s:
+        if self.mesh.devices > 1 and not self.device.link_per_s:
             raise CostError(
                 f"{self.device.name} has no link to others, so nothing can be said of "
-                f"a mesh of {self.place.devices}; measure its costs"
+                f"a mesh of {self.mesh.devices}; measure its costs"
             )
 
     # -- steps -----------------------------------------------------------------------
@@ -134,8 +135,8 @@ class Roofline:
         Args:
           features: whether the drafter's context of these rows is made as well.
         """
-        t, place = self.target, self.place
-        mine = ceil(rows / place.shards)
+        t, mesh = self.target, self.mesh
+        mine = ceil(rows / mesh.shards)
         parts = [
             *self._attention(t, slots, mine, context, self.dtype),
             *self._feed_forward(mine),
@@ -150,7 +151,7 @@ class Roofline:
     def draft(self, slots: int, width: int, context: float) -> list[Part]:
         """The drafter's pass over blocks of `width` drafts and their anchors."""
         d = self._need_drafter()
-        requests = ceil(slots / self.place.shards)
+        requests = ceil(slots / self.mesh.shards)
         mine = requests * (width + 1)
         return [
             *self._attention(d, slots, mine, context + width + 1, self.draft_dtype),
@@ -162,7 +163,7 @@ class Roofline:
 
     def catch_up(self, slots: int, steps: int) -> list[Part]:
         """The drafter's context of `steps` plain steps."""
-        return [self._context(ceil(slots / self.place.shards) * steps)]
+        return [self._context(ceil(slots / self.mesh.shards) * steps)]
 
     def plan(self, slots: int) -> list[Part]:
         """Sorting the confidences: their bytes, which is nearly nothing."""
@@ -183,35 +184,35 @@ class Roofline:
         Args:
           rows: of the widest step.
         """
-        t, d, place = self.target, self.drafter, self.place
+        t, d, mesh = self.target, self.drafter, self.mesh
         dense = t.layers * t.attention_params + t.moe_layers * t.shared_params
         dense += (t.layers - t.moe_layers) * t.mlp_params
         dense += t.head_params * (1 if t.tied else 2)
-        routed = t.moe_layers * t.experts * t.expert_params / place.expert
+        routed = t.moe_layers * t.experts * t.expert_params / mesh.expert
         whole = t.moe_layers * t.router_params + t.norms
-        weights = BYTES[self.dtype] * ((dense + routed) / place.model + whole)
+        weights = BYTES[self.dtype] * ((dense + routed) / mesh.model + whole)
         cached = t.layers * t.kv_values
         if d:
             tables = 0.0 if self.draft_dtype == self.dtype else 2.0 * t.head_params
-            weights += BYTES[self.draft_dtype] * (d.params + tables) / place.model
+            weights += BYTES[self.draft_dtype] * (d.params + tables) / mesh.model
             cached += d.layers * d.kv_values
-        requests = ceil(slots / place.shards)
-        logits = 4.0 * ceil(rows / place.shards) * t.vocab / place.model
-        cache = BYTES[self.cache_dtype] * cached * requests * positions / place.model
+        requests = ceil(slots / mesh.shards)
+        logits = 4.0 * ceil(rows / mesh.shards) * t.vocab / mesh.model
+        cache = BYTES[self.cache_dtype] * cached * requests * positions / mesh.model
         return Memory(weights, cache, logits)
 
     # -- parts -----------------------------------------------------------------------
 
     def _product(self, name: str, rows: int, params: float, dtype: str) -> Part:
         """Rows through weights that `model` splits."""
-        share = params / self.place.model
+        share = params / self.mesh.model
         return Part(name, 2.0 * rows * share, BYTES[dtype] * share, dtype=dtype)
 
     def _attention(
         self, of: Layers, slots: int, mine: int, context: float, dtype: str
     ) -> list[Part]:
         """Its four products, and the scores and values of cached positions."""
-        model, requests = self.place.model, ceil(slots / self.place.shards)
+        model, requests = self.mesh.model, ceil(slots / self.mesh.shards)
         seen = of.layers * context / model
         read = BYTES[self.cache_dtype] * of.kv_values * seen * requests
         operations = 4.0 * of.heads * of.head_dim * seen * mine
@@ -222,15 +223,15 @@ class Roofline:
         ]
 
     def _feed_forward(self, mine: int) -> list[Part]:
-        t, place, size = self.target, self.place, BYTES[self.dtype]
+        t, mesh, size = self.target, self.mesh, BYTES[self.dtype]
         dense = (t.layers - t.moe_layers) * t.mlp_params
         dense += t.moe_layers * t.shared_params
         parts = [self._product("mlp", mine, dense, self.dtype)] if dense else []
         if not t.moe_layers:
             return parts
         # The experts of one group of devices see the rows of all of its shards.
-        rows = mine * place.expert
-        share = t.moe_layers * t.expert_params / (place.expert * place.model)
+        rows = mine * mesh.expert
+        share = t.moe_layers * t.expert_params / (mesh.expert * mesh.model)
         router = t.moe_layers * t.router_params
         travel = 2.0 * t.moe_layers * mine * t.top_k * t.embed * size
         return [
@@ -243,7 +244,7 @@ class Roofline:
                 dtype=self.dtype,
             ),
             # To the experts and back; what stays on the device is not sent.
-            Part("all-to-all", 0.0, 0.0, travel * (1 - 1 / place.expert)),
+            Part("all-to-all", 0.0, 0.0, travel * (1 - 1 / mesh.expert)),
         ]
 
     @property
@@ -260,13 +261,13 @@ class Roofline:
         Rotation of queries and keys: one in, one out. The gate: two in, one out.
         """
         split = 2 * (of.heads + of.kv_heads) * of.head_dim + 3 * mlp
-        values = of.layers * (8 * of.embed + split / self.place.model)
+        values = of.layers * (8 * of.embed + split / self.mesh.model)
         return Part("between products", 0.0, BYTES[dtype] * mine * values)
 
     def _head(self, mine: int, dtype: str) -> list[Part]:
         """LM head, and its logits written and read once; each shard of the vocabulary
         tells the others a few numbers."""
-        t, model = self.target, self.place.model
+        t, model = self.target, self.mesh.model
         logits = 2.0 * BYTES[dtype] * mine * t.vocab / model
         told = float(_STATISTICS_BYTES * mine * (model - 1))
         return [
@@ -275,17 +276,21 @@ class Roofline:
         ]
 
     def _reduced(self, of: Layers, mine: int, dtype: str) -> Part:
-        """All-reduces over `model`: two a layer, and one of the embedding.
-
-        In a ring each device sends twice its share of all others' parts.
-        """
-        model = self.place.model
-        once = 2.0 * (model - 1) / model * mine * of.embed * BYTES[dtype]
+        """All-reduces over `model`: two a layer, and one of the embedding."""
+        once = self._summed(mine, of.embed, dtype)
         return Part("all-reduce", 0.0, 0.0, (2 * of.layers + 1) * once)
 
+    def _summed(self, mine: int, columns: int, dtype: str) -> float:
+        """Bytes that a device sends so that rows are summed over `model`: in a ring,
+        twice its share of the others' parts."""
+        model = self.mesh.model
+        return 2.0 * (model - 1) / model * mine * columns * BYTES[dtype]
+
     def _context(self, mine: int) -> Part:
+        """The tapped states' projection, summed over `model`, and keys and values."""
         d = self._need_drafter()
-        return self._product("context", mine, d.context_params, self.draft_dtype)
+        product = self._product("context", mine, d.context_params, self.draft_dtype)
+        return replace(product, sent=self._summed(mine, d.embed, self.draft_dtype))
 
     def _need_drafter(self) -> DrafterShape:
         if self.drafter is None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from dcut_jax.cost.devices import Device, find_device
 from dcut_jax.cost.experts import EVEN, fit_concentration
-from dcut_jax.cost.mesh import placement
+from dcut_jax.cost.mesh import mesh_shape
 from dcut_jax.cost.roofline import Fit, Roofline, fit
 from dcut_jax.cost.shapes import DrafterShape, ModelShape
 from dcut_jax.cost.table import CostTable, Fingerprint, Source
@@ -30,9 +30,9 @@ class Wanted:
     """The costs that a batch size is planned by.
 
     Attributes:
-      slots: the batch size, over the whole mesh.
+      slots: the batch size, of all shards of a mesh.
       widths: draft widths.
-      verifies: rows of a step, and the most of one request.
+      verifies: rows of a step on one shard, and the most of one request.
       catch_ups: plain steps that are caught up with at once.
       contexts: cached positions that costs are given at.
     """
@@ -63,8 +63,8 @@ def select(
 
     Raises:
       CostError: `stored` was measured elsewhere; or nothing was measured here, and
-        nothing can be computed for want of peak rates, or since the mesh does not
-        divide the models.
+        nothing can be computed for want of peak rates.
+      ConfigError: nor since the mesh does not divide the models.
     """
     if stored is not None:
         stored.require(here)
@@ -73,7 +73,7 @@ def select(
     device = device or find_device(here.device_kind)
     model = Roofline(
         device,
-        placement(here.mesh, here.strategy),
+        mesh_shape(here.mesh, here.strategy),
         target,
         drafter,
         dtype=here.dtype,
@@ -160,23 +160,21 @@ def _cell_ms(model: Roofline, kind: str, key: tuple[int, ...]) -> float:
     if kind == "draft":
         return model.draft_ms(slots, key[1], key[2])
     if kind == "verify":
+        rows = key[1] * model.mesh.shards  # a table's are those of a shard
         # A step of anchors alone leaves the drafter's context to a catch-up.
-        return model.verify_ms(slots, key[1], key[3], features=key[1] > slots)
+        return model.verify_ms(slots, rows, key[3], features=rows > slots)
     if kind == "plan":
         return model.ms(model.plan(slots))
     return model.ms(model.catch_up(slots, key[1]))
 
 
 def _routing(model: Roofline, stored: CostTable) -> float:
-    """How unevenly rows were routed, where the measured steps tell.
-
-    Under `data` the experts of a shard see its own rows alone.
-    """
-    target = model.target
+    """How unevenly rows were routed, where the measured steps tell."""
+    target, shards = model.target, model.mesh.expert  # that share a set of experts
     seen = [
-        (key[1] / model.place.data, float(np.median(counts)))
+        (float(key[1] * shards), float(np.median(counts)))
         for key, counts in stored.experts.items()
-        if key[1] > model.place.data
+        if key[1] * shards > 1
     ]
     if not target.experts or not seen:
         return EVEN

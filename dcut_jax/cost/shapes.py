@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dcut_jax.config import ConfigError, DrafterConfig, ModelConfig
+from dcut_jax.config import (
+    ConfigError,
+    DrafterConfig,
+    ModelConfig,
+    model_config_from_hf,
+)
 
-DENSE = ("LlamaForCausalLM", "Qwen3ForCausalLM")
-MIXTURES = ("Qwen3MoeForCausalLM",)
 # Of the published DFlash drafter for Qwen3-8B: five layers as wide as the target's,
 # which read five of its layers, and blocks of 16 rows.
 DRAFTER_LAYERS, DRAFTER_TAPS, DRAFTER_BLOCK = 5, 5, 16
@@ -70,7 +73,7 @@ class ModelShape(Layers):
       expert_mlp, shared_mlp: width of one routed expert, and of the expert that every
         row goes through; 0: there is none.
       dense_layers: without experts.
-      norms: weights that are no product's operand: norms, nearly nothing.
+      norms: weights of norms and of shared experts' gates: nearly nothing.
     """
 
     name: str = ""
@@ -82,17 +85,6 @@ class ModelShape(Layers):
     shared_mlp: int = 0
     dense_layers: int = 0
     norms: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.experts and not (
-            1 <= self.top_k <= self.experts and self.expert_mlp >= 1
-        ):
-            raise ConfigError(
-                f"{self.name}: {self.experts} experts of width {self.expert_mlp}, of "
-                f"which a row asks for {self.top_k}; expected a width of at least 1 "
-                f"and from 1 to {self.experts} of them"
-            )
 
     @property
     def moe_layers(self) -> int:
@@ -165,7 +157,18 @@ class DrafterShape(Layers):
 
 
 def model_shape(cfg: ModelConfig, name: str = "") -> ModelShape:
-    """Sizes of a dense target that the engine runs."""
+    """Sizes of a target that the engine runs."""
+    mixture: dict[str, int] = {}
+    norms = cfg.layers * (2 * cfg.embed + 2 * cfg.head_dim * cfg.qk_norm) + cfg.embed
+    if (x := cfg.experts) is not None:
+        norms += len(x.layers) * cfg.embed * x.shared_gate
+        mixture = {
+            "experts": x.count,
+            "top_k": x.active,
+            "expert_mlp": x.mlp,
+            "shared_mlp": x.shared_mlp,
+            "dense_layers": cfg.layers - len(x.layers),
+        }
     return ModelShape(
         name=name,
         layers=cfg.layers,
@@ -176,12 +179,9 @@ def model_shape(cfg: ModelConfig, name: str = "") -> ModelShape:
         mlp=cfg.mlp,
         vocab=cfg.vocab,
         tied=cfg.tied,
-        norms=_norms(cfg.layers, cfg.embed, cfg.head_dim, cfg.qk_norm),
+        norms=norms,
+        **mixture,
     )
-
-
-def _norms(layers: int, embed: int, head_dim: int, qk_norm: bool) -> int:
-    return layers * (2 * embed + 2 * head_dim * qk_norm) + embed
 
 
 def drafter_shape(cfg: DrafterConfig) -> DrafterShape:
@@ -233,58 +233,13 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def read_shape(path: Path) -> ModelShape:
-    """Sizes of a target, see `read_config`; its name is the file's or directory's."""
-    name = path.name if path.is_dir() else path.stem
-    return shape_from_hf(read_config(path), name)
-
-
-def shape_from_hf(raw: Mapping[str, Any], name: str) -> ModelShape:
-    """Sizes from a target's `config.json` (Hugging Face's names).
+    """Sizes of a target, see `read_config`; its name is the file's or directory's.
 
     Raises:
-      ConfigError: naming `name`, for an unknown architecture or a missing size.
+      ConfigError: an unknown architecture, or a size that is missing.
     """
-    known = (*DENSE, *MIXTURES)
-    found = [a for a in raw.get("architectures") or [] if a in known]
-    if not found:
-        raise ConfigError(
-            f"{name}: architecture {raw.get('architectures')} is not supported; known: "
-            f"{', '.join(known)}"
-        )
-    need = _needed(raw, name)
-    layers, embed, heads = (
-        need(key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
-    )
-    head_dim = int(raw.get("head_dim") or embed // heads)
-    mixture: dict[str, int] = {}
-    if found[0] in MIXTURES:
-        mixture = {
-            "experts": need("num_experts"),
-            "top_k": need("num_experts_per_tok"),
-            "expert_mlp": need("moe_intermediate_size"),
-            "shared_mlp": int(raw.get("shared_expert_intermediate_size") or 0),
-            "dense_layers": _dense_layers(raw, layers),
-        }
-    return ModelShape(
-        name=name,
-        layers=layers,
-        embed=embed,
-        heads=heads,
-        kv_heads=int(raw.get("num_key_value_heads") or heads),
-        head_dim=head_dim,
-        mlp=need("intermediate_size"),
-        vocab=need("vocab_size"),
-        tied=bool(raw.get("tie_word_embeddings", False)),
-        norms=_norms(layers, embed, head_dim, found[0].startswith("Qwen3")),
-        **mixture,
-    )
-
-
-def _dense_layers(raw: Mapping[str, Any], layers: int) -> int:
-    """Layers that transformers gives no experts: named ones, and those off the step."""
-    step = int(raw.get("decoder_sparse_step") or 1)
-    named = set(raw.get("mlp_only_layers") or ())
-    return sum(i in named or (i + 1) % step != 0 for i in range(layers))
+    name = path.name if path.is_dir() else path.stem
+    return model_shape(model_config_from_hf(read_config(path), str(path)), name)
 
 
 def read_drafter(path: Path) -> DrafterShape:

@@ -7,7 +7,7 @@ import pytest
 from dcut_jax.bench import advise as a
 from dcut_jax.cost import __main__ as command
 from dcut_jax.cost.devices import find_device
-from dcut_jax.cost.mesh import Placement
+from dcut_jax.cost.mesh import MeshShape
 from dcut_jax.cost.shapes import read_shape, targets_directory, usual_drafter
 
 
@@ -24,11 +24,11 @@ def asked(name="qwen3-30b-a3b", kind="H200", devices=2, batches=(2, 16)):
 
 
 def test_every_mesh_of_every_strategy_is_there():
-    found = {(p.strategy, str(p)) for p in a.all_placements(8)}
+    found = {(p.strategy, str(p)) for p in a.all_meshes(8)}
     assert ("dp", "data=8") in found
-    assert ("tp+ep", "model=2,expert=4") in found
+    assert ("tp+ep", "expert=4,model=2") in found
     assert len(found) == 3 + 3 * 2  # three that use one axis, and two splits of pairs
-    assert [p.strategy for p in a.all_placements(1)] == ["single"]
+    assert [p.strategy for p in a.all_meshes(1)] == ["single"]
     assert a.layout_count(8) == len(found)
 
 
@@ -59,7 +59,7 @@ def test_what_does_not_fit_has_no_rate():
 
 
 def test_a_dense_target_has_no_experts_to_split():
-    one = a.layout_advice(asked("qwen3-8b"), Placement("ep", expert=2))
+    one = a.layout_advice(asked("qwen3-8b"), MeshShape("ep", expert=2))
     assert "qwen3-8b has none; choose dp, tp or dp+tp" in one.impossible
     assert one.predictions == ()
 

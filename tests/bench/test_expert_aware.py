@@ -7,12 +7,12 @@ import pytest
 
 from dcut_jax.bench import expert_aware as e
 from dcut_jax.cost.devices import find_device
-from dcut_jax.cost.mesh import Placement
+from dcut_jax.cost.mesh import MeshShape
 from dcut_jax.cost.roofline import Roofline
 from dcut_jax.cost.shapes import read_shape, targets_directory, usual_drafter
 
 TARGET = read_shape(targets_directory() / f"{e.TARGET}.toml")
-MODEL = Roofline(find_device(e.KIND), Placement(), TARGET, usual_drafter(TARGET))
+MODEL = Roofline(find_device(e.KIND), MeshShape(), TARGET, usual_drafter(TARGET))
 CLUSTERED = e.ROUTINGS[1]
 
 

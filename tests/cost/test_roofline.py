@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from dcut_jax.bench.published import BLOCK, load_published
+from dcut_jax.config import ConfigError
 from dcut_jax.cost.devices import Device, find_device
-from dcut_jax.cost.mesh import Placement, placement, placements
+from dcut_jax.cost.mesh import MeshShape, mesh_shape, mesh_shapes
 from dcut_jax.cost.roofline import Roofline, fit
 from dcut_jax.cost.shapes import (
     DrafterShape,
@@ -46,7 +47,7 @@ def parts(steps):
 class TestByHand:
     def test_a_dense_step(self):
         """6 rows of 2 requests behind 10 positions, bfloat16."""
-        model = Roofline(MACHINE, Placement(), DENSE)
+        model = Roofline(MACHINE, MeshShape(), DENSE)
         found = parts(model.verify(2, 6, 10))
         attention = 8 * 4 * 4 * 2 + 8 * 2 * 4 * 2  # q, o and k, v of a layer
         assert found["projections"].operations == 2 * 6 * 2 * attention
@@ -63,7 +64,7 @@ class TestByHand:
         assert sum(p.sent for p in found.values()) == 0
 
     def test_a_part_takes_the_slower_of_products_and_memory(self):
-        model = Roofline(MACHINE, Placement(), DENSE)
+        model = Roofline(MACHINE, MeshShape(), DENSE)
         for part in model.verify(2, 6, 10):
             ms = 1e3 * max(part.operations / 1e12, part.bytes / 1e10)
             assert part.ms(MACHINE) == pytest.approx(ms)
@@ -73,7 +74,7 @@ class TestByHand:
         )
 
     def test_drafting(self):
-        model = Roofline(MACHINE, Placement(), DENSE, DRAFTER)
+        model = Roofline(MACHINE, MeshShape(), DENSE, DRAFTER)
         found = parts(model.draft(3, 5, 10))
         rows = 3 * 6
         assert found["mlp"].operations == 2 * rows * 3 * 8 * 16
@@ -86,7 +87,7 @@ class TestByHand:
         assert caught.operations == 2 * 3 * 4 * context
 
     def test_a_mixture(self):
-        model = Roofline(MACHINE, Placement(), MIXTURE)
+        model = Roofline(MACHINE, MeshShape(), MIXTURE)
         found = parts(model.verify(2, 3, 10))
         one = 3 * 8 * 12
         assert found["experts"].operations == 2 * 3 * 2 * one * 2
@@ -96,8 +97,8 @@ class TestByHand:
         assert found["router"].operations == 2 * 3 * 8 * 8 * 2
 
     def test_tensor_parallel(self):
-        one = parts(Roofline(MACHINE, Placement(), DENSE).verify(2, 6, 10))
-        two = parts(Roofline(MACHINE, Placement("tp", model=2), DENSE).verify(2, 6, 10))
+        one = parts(Roofline(MACHINE, MeshShape(), DENSE).verify(2, 6, 10))
+        two = parts(Roofline(MACHINE, MeshShape("tp", model=2), DENSE).verify(2, 6, 10))
         for name in ("projections", "mlp", "attention", "head"):
             assert two[name].operations == one[name].operations / 2
             assert two[name].bytes == one[name].bytes / 2
@@ -106,9 +107,9 @@ class TestByHand:
         assert two["logits"].sent == 12 * 6
 
     def test_expert_parallel(self):
-        place = Placement("ep", expert=4)
+        place = MeshShape("ep", expert=4)
         found = parts(Roofline(MACHINE, place, MIXTURE).verify(8, 16, 10))
-        alone = parts(Roofline(MACHINE, Placement(), MIXTURE).verify(8, 16, 10))
+        alone = parts(Roofline(MACHINE, MeshShape(), MIXTURE).verify(8, 16, 10))
         # 4 rows of 2 requests a device; experts see the rows of all four.
         assert found["attention"].bytes == alone["attention"].bytes / 4
         assert found["experts"].operations == alone["experts"].operations / 4
@@ -118,12 +119,12 @@ class TestByHand:
         assert found["all-to-all"].sent == 2 * 4 * 2 * 8 * 2 * 0.75 * 2
 
     def test_data_parallel_lasts_as_long_as_the_fullest_shard(self):
-        model = Roofline(MACHINE, Placement("dp", data=4), DENSE)
-        alone = Roofline(MACHINE, Placement(), DENSE)
+        model = Roofline(MACHINE, MeshShape("dp", data=4), DENSE)
+        alone = Roofline(MACHINE, MeshShape(), DENSE)
         assert model.verify_ms(9, 18, 10) == alone.verify_ms(3, 5, 10)
 
     def test_memory(self):
-        model = Roofline(MACHINE, Placement(), DENSE, DRAFTER)
+        model = Roofline(MACHINE, MeshShape(), DENSE, DRAFTER)
         found = model.memory(3, 20, 12)
         assert found.weights == 2 * (DENSE.params + DRAFTER.params)
         assert found.cache == 3 * 20 * 2 * (2 * 16 + 16)
@@ -131,7 +132,7 @@ class TestByHand:
         wider = replace(model, dtype="float32").memory(3, 20, 12)
         tables = 2 * 8 * 32  # the drafter's own copies of embedding and head
         assert wider.weights == 4 * DENSE.params + 2 * (DRAFTER.params + tables)
-        shared = Roofline(MACHINE, Placement("ep", expert=4), MIXTURE).memory(4, 20, 4)
+        shared = Roofline(MACHINE, MeshShape("ep", expert=4), MIXTURE).memory(4, 20, 4)
         routed = 2 * 8 * 3 * 8 * 12
         assert shared.weights == 2 * (MIXTURE.params - routed * 3 / 4)
 
@@ -141,7 +142,7 @@ class TestPublished:
 
     def computed(self, context=PROFILED_CONTEXT):
         shape = target("qwen3-8b")
-        model = Roofline(find_device("H20"), Placement(), shape, usual_drafter(shape))
+        model = Roofline(find_device("H20"), MeshShape(), shape, usual_drafter(shape))
         published = load_published()
         table = published.models[0].step_ms
         keys = [(bs, share) for bs in table for share in published.shares]
@@ -178,7 +179,7 @@ class TestPublished:
 class TestLaws:
     @pytest.mark.parametrize("shape", [DENSE, MIXTURE], ids=lambda s: s.name)
     def test_more_work_takes_longer(self, shape):
-        model = Roofline(MACHINE, Placement(), shape, DRAFTER)
+        model = Roofline(MACHINE, MeshShape(), shape, DRAFTER)
         rows = [model.verify_ms(4, n, 100) for n in range(5, 40)]
         assert (np.diff(rows) > 0).all()
         assert model.verify_ms(4, 8, 200) > model.verify_ms(4, 8, 100)
@@ -187,7 +188,7 @@ class TestLaws:
     def test_experts_that_rows_share_are_read_once(self):
         """A mixture's step grows with the experts touched, then hardly any more."""
         shape = target("qwen3-30b-a3b")
-        model = Roofline(find_device("H200"), Placement(), shape)
+        model = Roofline(find_device("H200"), MeshShape(), shape)
         few = [model.verify_ms(1, rows, 100) for rows in (1, 2, 4, 8)]
         assert few[1] / few[0] > 1.3
         many = [model.verify_ms(1, rows, 100) for rows in (128, 256)]
@@ -197,38 +198,40 @@ class TestLaws:
 
     def test_a_mesh_that_does_not_divide_says_what_would(self):
         shape = target("qwen3-30b-a3b")
-        with pytest.raises(CostError, match=r"4 key/value heads.*one of \[1, 2, 4\]"):
-            Roofline(find_device("H200"), Placement("tp", model=8), shape)
-        with pytest.raises(CostError, match="qwen3-8b has none; choose dp"):
-            Roofline(find_device("H200"), Placement("ep", expert=2), target("qwen3-8b"))
+        with pytest.raises(ConfigError, match="key/value heads 4; sizes.*: 1, 2, 4$"):
+            Roofline(find_device("H200"), MeshShape("tp", model=8), shape)
+        with pytest.raises(ConfigError, match="experts 128; sizes.*: 1, 2, 4, 8, 16"):
+            Roofline(find_device("H200"), MeshShape("ep", expert=3), shape)
+        with pytest.raises(ConfigError, match="qwen3-8b has none; choose dp"):
+            Roofline(find_device("H200"), MeshShape("ep", expert=2), target("qwen3-8b"))
 
     def test_a_device_without_a_link_is_alone(self):
         alone = replace(MACHINE, link_per_s=0.0)
-        Roofline(alone, Placement(), DENSE)
+        Roofline(alone, MeshShape(), DENSE)
         with pytest.raises(CostError, match="no link to others"):
-            Roofline(alone, Placement("dp", data=2), DENSE)
+            Roofline(alone, MeshShape("dp", data=2), DENSE)
 
     @pytest.mark.parametrize("name", ["llama-3.3-70b", "qwen3-235b-a22b"])
     def test_what_fits(self, name):
         h200, shape = find_device("H200"), target(name)
         drafter = usual_drafter(shape)
-        alone = Roofline(h200, Placement(), shape, drafter).memory(1, 4096, 16)
+        alone = Roofline(h200, MeshShape(), shape, drafter).memory(1, 4096, 16)
         assert alone.total > h200.memory_bytes
-        place = Placement("tp+ep", model=4, expert=2) if shape.experts else None
-        place = place or Placement("tp", model=8)
+        place = MeshShape("tp+ep", model=4, expert=2) if shape.experts else None
+        place = place or MeshShape("tp", model=8)
         spread = Roofline(h200, place, shape, drafter).memory(16, 4096, 256)
         assert spread.total < h200.memory_bytes
         assert spread.weights * 8 > alone.weights * 0.99
 
-    def test_placements(self):
-        found = [p.mesh for p in placements(8, "dp+tp")]
+    def test_meshes(self):
+        found = [p.described for p in mesh_shapes(8, "dp+tp")]
         assert found == [(("data", 2), ("model", 4)), (("data", 4), ("model", 2))]
-        assert [p.mesh for p in placements(8, "ep")] == [(("expert", 8),)]
+        assert [p.described for p in mesh_shapes(8, "ep")] == [(("expert", 8),)]
         mesh = (("data", 2), ("expert", 4))
-        assert placement(mesh, "dp+ep") == Placement("dp+ep", data=2, expert=4)
+        assert mesh_shape(mesh, "dp+ep") == MeshShape("dp+ep", data=2, expert=4)
         for strategy, axes in [("dp", mesh), ("pp", ()), ("tp", (("pipe", 2),))]:
-            with pytest.raises(CostError):
-                placement(axes, strategy)
+            with pytest.raises(ConfigError):
+                mesh_shape(axes, strategy)
 
 
 class TestFit:

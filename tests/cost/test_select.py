@@ -1,11 +1,15 @@
 """Which costs are chosen, and that computed ones say so and are used alike."""
 
+import math
 from dataclasses import replace
 
 import pytest
 
+from dcut_jax.config import ConfigError
 from dcut_jax.cost.devices import find_device
 from dcut_jax.cost.experts import distinct_experts
+from dcut_jax.cost.mesh import MeshShape
+from dcut_jax.cost.roofline import Roofline
 from dcut_jax.cost.select import Wanted, covers, select
 from dcut_jax.cost.shapes import read_shape, targets_directory, usual_drafter
 from dcut_jax.cost.table import CostError, CostTable, Fingerprint
@@ -34,13 +38,14 @@ DRAFTER = usual_drafter(TARGET)
 CONTEXTS = (256, 2048)
 
 
-def wanted(slots=8):
-    shapes = StepShapes(slots=slots, positions=0, width=16, stops=0)
+def wanted(slots=8, shards=4):
+    shapes = StepShapes(slots=slots, positions=0, width=16, stops=0, shards=shards)
     return wanted_costs([DCutPolicy(CostTable.empty())], shapes, CONTEXTS)
 
 
 def chosen(here=HERE, slots=8, **more):
-    return select(here, wanted(slots), TARGET, DRAFTER, **more)
+    shards = math.prod(n for axis, n in here.mesh if axis != "model")
+    return select(here, wanted(slots, shards), TARGET, DRAFTER, **more)
 
 
 def as_measured(table, scale=2.0, fixed=1.0):
@@ -52,6 +57,12 @@ def as_measured(table, scale=2.0, fixed=1.0):
     return replace(table, source="measured", **real)
 
 
+def test_rows_of_a_table_are_those_of_a_shard():
+    model = Roofline(find_device("H200"), MeshShape("ep", expert=4), TARGET, DRAFTER)
+    [ms] = chosen().verify[8, 16, 8, 2048]
+    assert ms == model.verify_ms(8, 4 * 16, 2048)
+
+
 def test_without_measurements_costs_are_computed_and_say_so():
     table = chosen()
     assert table.source == "roofline"
@@ -60,7 +71,7 @@ def test_without_measurements_costs_are_computed_and_say_so():
 
 
 def test_a_policy_takes_them_like_measured_ones():
-    shapes = StepShapes(slots=8, positions=0, width=16, stops=0)
+    shapes = StepShapes(slots=8, positions=0, width=16, stops=0, shards=4)
     policy = DCutPolicy(chosen())
     assert policy.covered(shapes)
     costs = policy.costs(shapes, policy.measured(shapes, 1000))
@@ -86,7 +97,7 @@ def test_what_was_measured_elsewhere_is_refused():
 
 def test_each_layout_has_its_own_costs():
     other = replace(HERE, strategy="dp", mesh=(("data", 4),))
-    key = (8, 8, 1, 2048)
+    key = (8, 2, 1, 2048)  # rows of one of four shards
     assert chosen().verify[key] != chosen(other).verify[key]
 
 
@@ -103,12 +114,12 @@ def test_other_batch_sizes_that_were_measured_fit_the_roofline():
 def test_experts_that_were_touched_tell_how_rows_are_routed():
     measured = as_measured(chosen(slots=4), scale=1.0, fixed=0.0)
     uneven = {
-        key: (distinct_experts(TARGET.experts, TARGET.top_k, key[1], 5.0),)
+        key: (distinct_experts(TARGET.experts, TARGET.top_k, 4 * key[1], 5.0),)
         for key in measured.verify
     }
     plain = chosen(slots=8, stored=measured)
     informed = chosen(slots=8, stored=replace(measured, experts=uneven))
-    key = (8, 64, 8, 2048)
+    key = (8, 16, 8, 2048)
     assert informed.verify[key] != plain.verify[key]
 
 
@@ -145,7 +156,7 @@ def test_an_unknown_device_is_measured_or_refused():
 
 def test_a_mesh_that_cannot_be_is_refused():
     wide = replace(HERE, mesh=(("model", 8),), strategy="tp")
-    with pytest.raises(CostError, match=r"4 key/value heads.*\[1, 2, 4\]"):
+    with pytest.raises(ConfigError, match="key/value heads 4; sizes.*1, 2, 4$"):
         chosen(wide)
 
 
