@@ -237,7 +237,8 @@ _NOTE = """\
 tokens a second, AR > D-Cut, of the whole mesh; context {}, room for {} positions
 GB: memory of each device at the smallest and at the largest batch; -: does not fit
 launches, collectives' latency, the host and prefill are not in it: an upper bound,
-and the smaller the batch the further off; a shard without a request is taken to have one
+and the smaller the batch the further off; a shard without a request counts as if it
+had one
 """
 
 
