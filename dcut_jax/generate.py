@@ -20,6 +20,7 @@ from dcut_jax.engine.engine import Engine, EngineConfig
 from dcut_jax.engine.load import (
     NO_DRAFTER,
     Pair,
+    computed_costs,
     has_drafter,
     load_pair,
     stored_costs,
@@ -33,6 +34,8 @@ from dcut_jax.stops import StopStrings
 
 Mode = Literal["ar", "fixed", "dcut"]
 MODES: tuple[Mode, ...] = ("ar", "fixed", "dcut")
+Costs = Literal["measured", "roofline"]
+COSTS: tuple[Costs, ...] = ("measured", "roofline")
 WIDTH = 7
 
 
@@ -55,6 +58,7 @@ def generate(
     halt: Callable[[], Halt] | None = None,
     logprobs: bool = False,
     cost_dir: Path | None = None,
+    costs: Costs = "measured",
     progress: bool = False,
 ) -> list[Completion]:
     """Decodes prompts of any lengths, refilling slots as requests finish.
@@ -69,6 +73,8 @@ def generate(
       mode: "ar", "fixed" (`width` drafts, all verified), or "dcut", which measures
         this machine's costs the first time and keeps them in `cost_dir`.
       max_length: positions a slot can hold; None takes what the prompts need.
+      costs: "roofline" starts at once: where this machine's costs were not measured,
+        they are computed from its peak rates, and corrected while decoding.
       cache_dtype: of the key/value caches.
       temperature, top_k, top_p, min_p: see `decode.sample.Sampling`.
       seed: of the first prompt; the next has the next number.
@@ -122,6 +128,9 @@ def generate(
             policy = ArPolicy()
         case "fixed":
             policy = FixedPolicy(width)
+        case "dcut" if costs == "roofline":
+            directory = cost_dir or default_directory()
+            policy = DCutPolicy(computed_costs(pair, config, directory))
         case "dcut":
             with bar("step costs", None, shown=progress) as update:
                 table = stored_costs(
@@ -186,6 +195,13 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         help=f"of cost tables, with --mode dcut (default: {default_directory()})",
     )
+    p.add_argument(
+        "--costs",
+        default=COSTS[0],
+        choices=COSTS,
+        help="with --mode dcut: measure the costs of steps where none are stored, "
+        "which takes a while, or compute them from peak rates (default: measured)",
+    )
     return p
 
 
@@ -220,6 +236,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         p.error("expected a text after --stop, found an empty one")
     if args.cost_dir and args.mode != "dcut":
         p.error(f"--cost-dir belongs to --mode dcut; the mode is {args.mode}")
+    if args.costs != COSTS[0] and args.mode != "dcut":
+        p.error(f"--costs belongs to --mode dcut; the mode is {args.mode}")
     return args
 
 
@@ -264,6 +282,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         halt=stops,
         logprobs=args.logprobs,
         cost_dir=args.cost_dir,
+        costs=args.costs,
         progress=sys.stderr.isatty(),
     )
     for conversation, result in zip(conversations, results, strict=True):
