@@ -106,7 +106,9 @@ def make_optimizer(steps: int) -> optax.GradientTransformation:
     """Adam with a cosine; routers and norms each at a rate of their own."""
 
     def adam(rate: float) -> optax.GradientTransformation:
-        schedule = optax.warmup_cosine_decay_schedule(0.0, rate, min(10, steps), steps)
+        schedule = optax.warmup_cosine_decay_schedule(
+            0.0, rate, min(10, steps // 4), steps
+        )
         return optax.chain(
             optax.clip_by_global_norm(1.0), optax.adam(schedule, b2=0.99)
         )

@@ -15,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float32, Int32
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from dcut_jax.config import (
@@ -137,7 +138,7 @@ def load_split(directory: Path, dense: ModelConfig) -> tuple[ExpertsConfig, Spli
     path = directory / SPLIT
     try:
         split = Split(**load_file(path))
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, TypeError, SafetensorError) as error:
         raise CheckpointError(
             f"{path} is missing or damaged: {error}; make it again with "
             f"`python -m dcut_jax.moefy make`"

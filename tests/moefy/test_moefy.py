@@ -81,9 +81,11 @@ def test_masked_neurons_are_the_experts_that_decoding_runs(params, split, batche
     token_NS, valid_NS = batches[0]
     tree = distil.trained(split)
     ordered = distil.ordered(params, split)
-    got = distil.hidden(ordered, tree, CFG, EXPERTS, token_NS, valid_NS)
+    masked = jax.jit(distil.hidden, static_argnums=(2, 3))
+    got = np.asarray(masked(ordered, tree, CFG, EXPERTS, token_NS, valid_NS))
     cfg, whole = cut(CFG, params, EXPERTS, split)
-    want = dense.forward_sequences(whole, cfg, token_NS, valid_NS).hidden
+    forward = jax.jit(dense.forward_sequences, static_argnums=1)
+    want = np.asarray(forward(whole, cfg, token_NS, valid_NS).hidden)
     np.testing.assert_allclose(got[valid_NS], want[valid_NS], rtol=1e-4, atol=1e-4)
 
 
