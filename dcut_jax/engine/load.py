@@ -20,9 +20,17 @@ from dcut_jax.engine.policy import profiled, wanted_costs
 from dcut_jax.mesh import Placement
 from dcut_jax.models import dense, params
 from dcut_jax.weights.dflash import check_pair, load_drafter
-from dcut_jax.weights.load import SMOLLM2, Target, fingerprint, load_target
+from dcut_jax.weights.load import (
+    SMOLLM2,
+    SMOLLM2_MOE,
+    Target,
+    checkpoints_directory,
+    fingerprint,
+    load_target,
+)
 
-SHIPPED = {SMOLLM2: "smollm2-135m-dflash"}
+# The split target has the dense one's features, nearly, and so takes its drafter.
+SHIPPED = {SMOLLM2: "smollm2-135m-dflash", SMOLLM2_MOE: "smollm2-135m-dflash"}
 NO_DRAFTER = "none"
 
 
@@ -52,13 +60,6 @@ class Pair:
         return profiling.fingerprint(
             self.models, config, self.target.identity, self.drafter_identity
         )
-
-
-def checkpoints_directory() -> Path:
-    """Where the drafters that come with the project are."""
-    package = Path(__file__).resolve().parents[1]
-    installed, clone = package / "checkpoints", package.parent / "checkpoints"
-    return installed if installed.is_dir() else clone
 
 
 def has_drafter(target: str, drafter: str | None) -> bool:
