@@ -218,7 +218,11 @@ MESHES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sizes", "strategy"), MESHES, ids=lambda x: str(x))
+@pytest.mark.parametrize(
+    ("sizes", "strategy"),
+    MESHES,
+    ids=["-".join([s, *map(str, sizes.values())]) for sizes, s in MESHES],
+)
 def test_every_mesh_strategy_and_tier_gives_one_text(
     wide_pair, requests, want, invented_table, compilations, sizes, strategy
 ):
