@@ -63,8 +63,7 @@ def wide_layer(layer, kv_heads):
     }
 
 
-@pytest.fixture(scope="session")
-def wide_pair(pair):
+def widen(pair):
     """The function is the same, and so are text and acceptance.
 
     The added words tie with those they copy; the lower index wins, on another device
@@ -89,6 +88,11 @@ def wide_pair(pair):
     return Models(
         target_cfg, drafter_cfg, {"target": target, "drafter": drafter} | tables
     )
+
+
+@pytest.fixture(scope="session")
+def wide_pair(pair):
+    return widen(pair)
 
 
 @pytest.fixture(scope="session")
