@@ -14,6 +14,7 @@ Names of arrays end in the letters of their dimensions, in order: `logp_BK` is
 | S | positions of a sequence; P positions of one prefill chunk |
 | L | positions of a KV cache |
 | E | embedding (hidden size); F feed-forward; V vocabulary; C tapped layers x E |
+| Q | experts of a layer; A experts that a row is sent to |
 | H | query heads; G key/value heads; D head dimension |
 | J | rows of an attention group; O groups beyond a request's first, I = B + O all |
 | Y | layers; Z stop tokens of a request |
@@ -25,6 +26,7 @@ from typing import Literal
 LogicalAxis = Literal[
     "embed",
     "mlp",
+    "experts",
     "heads",
     "kv_heads",
     "head_dim",

@@ -357,6 +357,7 @@ def prefill(
         token_P,
         jnp.zeros((), jnp.int32),
         length,
+        count,
         models.taps,
         models.over,
     )
