@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from dcut_jax.axes import MODEL, SLOTS
+from dcut_jax.axes import EXPERT, MODEL, SLOTS
 from dcut_jax.decode.steps import Caches, Fresh, Models
 from dcut_jax.mesh import (
     Placement,
@@ -67,15 +67,22 @@ def abstract(models: Models, placement: Placement, dtypes: Any) -> Models:
 
 def check_models(models: Models, placement: Placement) -> None:
     """Raises ConfigError where a mesh does not divide the models."""
+    target, draft, experts = models.target, models.drafter, models.target.experts
+    if experts is not None and placement.expert_axis is not None:
+        many = placement.mesh.shape[placement.expert_axis]
+        require_divisible(f"mesh axis {EXPERT}", many, {"experts": experts.count})
     if placement.model_axis is None:
         return
-    target, draft = models.target, models.drafter
     sizes = {
         "heads": target.heads,
         "key/value heads": target.kv_heads,
         "feed-forward": target.mlp,
         "vocabulary": target.vocab,
     }
+    if experts is not None:
+        sizes["an expert's feed-forward"] = experts.mlp
+        if experts.shared_mlp:
+            sizes["the shared expert's"] = experts.shared_mlp
     if draft is not None:
         sizes |= {
             "the drafter's heads": draft.heads,

@@ -1,7 +1,7 @@
-"""One process of several that decode with the tiny wide pair, for `test_processes.py`.
+"""One process of several that decode with the tiny wide pair.
 
-Usage: process.py RECORDS COMMAND FLAGS...; COMMAND is `generate` or `bench`. Writes what
-the host knew of every step, and every engine's plans, to RECORDS.
+Usage: process.py RECORDS COMMAND FLAGS...; COMMAND is `generate` or `bench`. What the
+host knew of every step, plans too, goes to RECORDS.
 """
 
 import importlib
