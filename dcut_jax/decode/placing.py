@@ -15,7 +15,6 @@ from dcut_jax.mesh import (
     require_divisible,
 )
 from dcut_jax.models import dense, drafter
-from dcut_jax.models.cache import KvCache
 
 
 def param_specs(models: Models) -> dict[str, Any]:
@@ -107,15 +106,12 @@ class Places:
     def __init__(self, models: Models, placement: Placement) -> None:
         spec = placement.spec
         self.whole = PartitionSpec()
-        self.slots = spec([SLOTS])
-        self.kv = _both(spec([None, SLOTS, "kv_heads"]))
-        one = _both(spec([None, None, "kv_heads"]))
-        self.caches = Caches(self.kv, self.kv, self.slots)  # type: ignore[arg-type]
+        self.slots: Any = spec([SLOTS])
+        # Of keys and of values: their first three axes are the same.
+        self.kv: Any = spec([None, SLOTS, "kv_heads"])
+        one: Any = spec([None, None, "kv_heads"])
+        self.caches = Caches(self.kv, self.kv, self.slots)
         self.one_caches = Caches(one, one, None)
-        rows = spec([None, SLOTS, "kv_heads"])
-        self.fresh = Fresh(*[rows] * 4, *[self.slots] * 4)  # type: ignore[arg-type]
+        rows: Any = spec([None, SLOTS, "kv_heads"])
+        self.fresh = Fresh(*[rows] * 4, *[self.slots] * 4)
         self.params = param_partitions(param_specs(models), placement)
-
-
-def _both(spec: PartitionSpec) -> Any:
-    return KvCache(k=spec, v=spec)  # type: ignore[arg-type]

@@ -1,0 +1,109 @@
+"""What a model's steps take of each device's memory, before there is such a model.
+
+Steps are compiled ahead of time for a mesh from declared parameters; nothing of the
+model's size is allocated. Sizes are the compiler's, of the platform it compiles for.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+
+from dcut_jax.config import ModelConfig
+from dcut_jax.decode import steps as S
+from dcut_jax.decode.compile import Compiler
+from dcut_jax.decode.placing import abstract
+from dcut_jax.engine.engine import PREFILL_CHUNKS, EngineConfig
+from dcut_jax.mesh import Placement
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes on each device.
+
+    Attributes:
+      arguments: what the step is given: parameters, caches, state.
+      outputs: what it leaves, beyond what is written over an argument.
+      temporary: what it needs while it runs.
+    """
+
+    step: str
+    arguments: int
+    outputs: int
+    temporary: int
+
+    @property
+    def total(self) -> int:
+        return self.arguments + self.outputs + self.temporary
+
+    def beyond(self, fewer: "StepMemory", times: int) -> "StepMemory":
+        """On the straight line from `fewer` to this one, so many times as far again."""
+        ends = (
+            (getattr(fewer, name), getattr(self, name))
+            for name in ("arguments", "outputs", "temporary")
+        )
+        return StepMemory(self.step, *(b + times * (b - a) for a, b in ends))
+
+
+def footprint(
+    target: ModelConfig,
+    placement: Placement,
+    config: EngineConfig,
+    rows: Sequence[int],
+    dtype: str = "bfloat16",
+) -> tuple[StepMemory, ...]:
+    """Compiles a target's steps for a mesh and reads what they take.
+
+    Args:
+      rows: of a request, in the verify steps to compile; 1 is plain decoding.
+
+    Raises:
+      ConfigError: the mesh does not divide the model or the slots.
+    """
+    dtypes = {"target": jnp.dtype(dtype)}
+    models = abstract(S.Models(target, None, {}), placement, dtypes)
+    shapes = replace(config.shapes(models), width=max(rows))
+    compiler = Compiler(models, config.cache_dtype)
+    steps = {
+        f"prefill {n}": partial(compiler.prefill, shapes, n) for n in PREFILL_CHUNKS
+    }
+    for per_request in rows:
+        name = f"verify {per_request * config.slots} rows"
+        lay = S.everything(shapes, per_request - 1)
+        steps[name] = partial(compiler.verify, shapes, lay)
+        steps[f"commit {per_request * config.slots} rows"] = partial(
+            compiler.commit, shapes, lay.rows
+        )
+    compiler.prepare(list(steps.values()))
+    return tuple(_memory(name, step()) for name, step in steps.items())
+
+
+def footprint_of_layers(
+    target: ModelConfig, layers: int, *args: Any, **options: Any
+) -> tuple[StepMemory, ...]:
+    """`footprint` from compiling fewer layers, twice, where all would take long.
+
+    What a step takes grows by the same with every layer, so two depths tell the rest.
+    All layers must be alike.
+
+    Args:
+      layers: of the shallower model; half of those of the deeper one. They divide the
+        target's depth.
+    """
+    assert target.layers % layers == 0, (target.layers, layers)
+    short = footprint(replace(target, layers=layers), *args, **options)
+    long = footprint(replace(target, layers=2 * layers), *args, **options)
+    times = target.layers // layers - 2
+    return tuple(b.beyond(a, times) for a, b in zip(short, long, strict=True))
+
+
+def _memory(name: str, compiled: Any) -> StepMemory:
+    found = compiled.memory_analysis()
+    return StepMemory(
+        step=name,
+        arguments=found.argument_size_in_bytes,
+        outputs=found.output_size_in_bytes - found.alias_size_in_bytes,
+        temporary=found.temp_size_in_bytes,
+    )
