@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from dcut_jax.config import ModelConfig
+from dcut_jax.config import ConfigError, ModelConfig
 from dcut_jax.decode import steps as S
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.decode.placing import abstract
@@ -85,18 +85,44 @@ def footprint_of_layers(
 ) -> tuple[StepMemory, ...]:
     """`footprint` from compiling fewer layers, twice, where all would take long.
 
-    What a step takes grows by the same with every layer, so two depths tell the rest.
-    All layers must be alike.
+    What a step takes grows by the same with every layer, where layers are alike, so two
+    depths tell the rest.
 
     Args:
-      layers: of the shallower model; half of those of the deeper one. They divide the
-        target's depth.
+      layers: of the shallower model; half of those of the deeper one.
+
+    Raises:
+      ConfigError: they do not divide the target's depth.
     """
-    assert target.layers % layers == 0, (target.layers, layers)
-    short = footprint(replace(target, layers=layers), *args, **options)
-    long = footprint(replace(target, layers=2 * layers), *args, **options)
+    if target.layers % layers:
+        raise ConfigError(
+            f"expected layers that divide the target's {target.layers}, found {layers}"
+        )
+    short, long = (
+        footprint(_shallower(target, depth), *args, **options)
+        for depth in (layers, 2 * layers)
+    )
     times = target.layers // layers - 2
     return tuple(b.beyond(a, times) for a, b in zip(short, long, strict=True))
+
+
+def _shallower(target: ModelConfig, layers: int) -> ModelConfig:
+    """The first layers of a target."""
+    experts = target.experts
+    if experts is not None:
+        kept = tuple(layer for layer in experts.layers if layer < layers)
+        experts = replace(experts, layers=kept)
+    return replace(target, layers=layers, experts=experts)
+
+
+def render(steps: Sequence[StepMemory]) -> str:
+    """A line per step, GiB on each device."""
+    lines = [f"{'GiB on each device':22}{'given':>9}{'left':>9}{'while':>9}{'all':>9}"]
+    for step in steps:
+        sizes = (step.arguments, step.outputs, step.temporary, step.total)
+        cells = "".join(f"{size / 2**30:9.2f}" for size in sizes)
+        lines.append(f"{step.step:22}{cells}")
+    return "\n".join(lines)
 
 
 def _memory(name: str, compiled: Any) -> StepMemory:
