@@ -104,14 +104,14 @@ class Places:
     """
 
     def __init__(self, models: Models, placement: Placement) -> None:
-        spec = placement.spec
+        slots: Any = placement.spec([SLOTS])
+        # Of keys and of values, in caches and of rows: three axes are the same.
+        kv: Any = placement.spec([None, SLOTS, "kv_heads"])
+        one: Any = placement.spec([None, None, "kv_heads"])
         self.whole = PartitionSpec()
-        self.slots: Any = spec([SLOTS])
-        # Of keys and of values: their first three axes are the same.
-        self.kv: Any = spec([None, SLOTS, "kv_heads"])
-        one: Any = spec([None, None, "kv_heads"])
-        self.caches = Caches(self.kv, self.kv, self.slots)
+        self.slots = slots
+        self.kv = kv
+        self.caches = Caches(kv, kv, slots)
         self.one_caches = Caches(one, one, None)
-        rows: Any = spec([None, SLOTS, "kv_heads"])
-        self.fresh = Fresh(*[rows] * 4, *[self.slots] * 4)
+        self.fresh = Fresh(*[kv] * 4, *[slots] * 4)
         self.params = param_partitions(param_specs(models), placement)

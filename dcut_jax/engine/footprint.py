@@ -53,11 +53,14 @@ def footprint(
     config: EngineConfig,
     rows: Sequence[int],
     dtype: str = "bfloat16",
+    prefills: Sequence[int] = PREFILL_CHUNKS,
 ) -> tuple[StepMemory, ...]:
     """Compiles a target's steps for a mesh and reads what they take.
 
     Args:
       rows: of a request, in the verify steps to compile; 1 is plain decoding.
+      dtype: of the parameters.
+      prefills: rows of the prefill steps to compile.
 
     Raises:
       ConfigError: the mesh does not divide the model or the slots.
@@ -67,7 +70,8 @@ def footprint(
     shapes = replace(config.shapes(models), width=max(rows))
     compiler = Compiler(models, config.cache_dtype)
     steps = {
-        f"prefill {n}": partial(compiler.prefill, shapes, n) for n in PREFILL_CHUNKS
+        f"prefill {chunk} rows": partial(compiler.prefill, shapes, chunk)
+        for chunk in prefills
     }
     for per_request in rows:
         name = f"verify {per_request * config.slots} rows"
