@@ -25,6 +25,7 @@ from dcut_jax.decode.verify import prefill_rows, verify_rows
 from dcut_jax.mesh import Placement
 from dcut_jax.models import dense, drafter
 from dcut_jax.models.cache import KvCache, init_cache, write_rows, write_slot
+from dcut_jax.models.collectives import Dealt
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,13 @@ class Models:
     def over(self) -> str | None:
         """The mesh axis that parameters are cut over, see `models.collectives`."""
         return self.placement.model_axis if self.placement else None
+
+    def dealt(self, rows: bool) -> Dealt | None:
+        """How experts lie, for rows that are dealt as slots are, or are the same."""
+        if self.placement is None or self.target.experts is None:
+            return None
+        axis = self.placement.expert_axis
+        return Dealt(axis, rows) if axis else None
 
     @property
     def slot_axes(self) -> tuple[str, ...]:
@@ -193,6 +201,7 @@ def verify(
         lay,
         models.taps,
         models.over,
+        models.dealt(rows=True),
     )
     chosen = choose(
         params,
@@ -360,6 +369,7 @@ def prefill(
         count,
         models.taps,
         models.over,
+        models.dealt(rows=False),
     )
     last_E = rows.hidden[count - 1]
     position_1 = (length + count)[None]
