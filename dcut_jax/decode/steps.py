@@ -19,7 +19,7 @@ from dcut_jax.decode.defer import Deferred, emptied, nothing_deferred, put_off
 from dcut_jax.decode.pack import Layout, Packed, layout, pack, unpack
 from dcut_jax.decode.propose import propose
 from dcut_jax.decode.sample import Sampling, log_probability, next_token
-from dcut_jax.decode.state import COUNTS, DecodeState, Outcome, to_wire
+from dcut_jax.decode.state import BROKEN, COUNTS, DecodeState, Outcome, to_wire
 from dcut_jax.decode.verify import prefill_rows, verify_rows
 from dcut_jax.models import dense, drafter
 from dcut_jax.models.cache import KvCache, init_cache, write_rows, write_slot
@@ -179,7 +179,10 @@ def defers(models: Models, rows: int, slots: int) -> bool:
 
 
 class Chosen(NamedTuple):
-    """The target's tokens; `logp` as `log_probability` has it, None if not asked."""
+    """The target's tokens; `logp` as `log_probability` has it, None if not asked.
+
+    A row whose logits hold a NaN or +inf, or nothing finite, has the token `BROKEN`.
+    """
 
     token: Array
     logp: Array | None
@@ -198,7 +201,10 @@ def choose(
         token_T = top1(logits_TV).token
     else:
         token_T = next_token(logits_TV, sampling, position_T)
-    return Chosen(token_T, log_probability(logits_TV, token_T) if logprobs else None)
+    logp_T = log_probability(logits_TV, token_T) if logprobs else None
+    # The largest one is known already, and a NaN is larger than all.
+    sound_T = jnp.isfinite(jnp.max(logits_TV, axis=1))
+    return Chosen(jnp.where(sound_T, token_T, BROKEN), logp_T)
 
 
 def widen(outcome: Outcome, width: int) -> Outcome:

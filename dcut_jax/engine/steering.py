@@ -9,7 +9,7 @@ import numpy as np
 
 from dcut_jax.cost.online import Correction, Work
 from dcut_jax.cut.calibration import Calibration, Reliability
-from dcut_jax.cut.width import Choice, StepCosts
+from dcut_jax.cut.width import Choice, Promise, StepCosts
 from dcut_jax.decode.compile import Executable
 from dcut_jax.decode.decide import (
     Decision,
@@ -92,6 +92,11 @@ class Steering:
             costs = self.policy.costs(self.shapes, ms)
             self._costs = key, costs.within(cap_ms)
         return self._costs[1]
+
+    def outlook(self) -> tuple[StepCosts, dict[Choice, Promise]]:
+        """What steps cost, as last reckoned, and what each is expected to yield."""
+        assert self._costs is not None, "they are reckoned when this is made"
+        return self._costs[1], self.chooser.promises(self._costs[1])
 
     def decide(
         self,
