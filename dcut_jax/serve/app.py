@@ -109,9 +109,29 @@ class Server:
 
     async def _answer(self, kind: Kind, request: Request) -> Response:
         client = self._client(request)
-        body = await self._body(request)
-        # Parsing a long prompt takes a while, and others wait in this loop.
-        ask = await asyncio.to_thread(self._understand, kind, body)
+        self._enter(client)
+        try:
+            body = await self._body(request)
+            # Parsing a long prompt takes a while, and others wait in this loop.
+            ask = await asyncio.to_thread(self._understand, kind, body)
+            news: asyncio.Queue[tuple[Job, News]] = asyncio.Queue()
+            deadline = time.monotonic() + ask.wait_s
+            jobs = [Job(r, news, deadline) for r in ask.requests]
+            self.scheduler.submit(jobs)
+        except Refused as error:
+            self.leave(client)
+            raise _unavailable(str(error), error.retry_s) from error
+        except BaseException:
+            self.leave(client)
+            raise
+        return _Reply(self, client, ask, jobs, news)
+
+    def _enter(self, client: str) -> None:
+        """Counts a request before any of it is read, so that memory is bounded.
+
+        Raises:
+          ApiError: this client, or all of them, have as many as they may.
+        """
         if self.busy[client] >= self.limits.per_client:
             raise ApiError(
                 429,
@@ -120,15 +140,17 @@ class Server:
                 "rate_limit_exceeded",
                 headers={"Retry-After": "1"},
             )
-        news: asyncio.Queue[tuple[Job, News]] = asyncio.Queue()
-        deadline = time.monotonic() + ask.wait_s
-        jobs = [Job(r, news, deadline) for r in ask.requests]
-        try:
-            self.scheduler.submit(jobs)
-        except Refused as error:
-            raise _unavailable(str(error), error.retry_s) from error
+        most = self.limits.queue + self.scheduler.engine.config.slots
+        if self.busy.total() >= most:
+            retry_s = self.scheduler.watch.wait_s(self.scheduler.waiting)
+            raise _unavailable(f"{most} requests are under way, no more fit.", retry_s)
         self.busy[client] += 1
-        return _Reply(self, client, ask, jobs, news)
+
+    def leave(self, client: str) -> None:
+        """A request of this client has ended."""
+        self.busy[client] -= 1
+        if self.busy[client] <= 0:
+            del self.busy[client]  # or there would be one for every address ever seen
 
     def _understand(self, kind: Kind, body: bytes) -> Ask:
         try:
@@ -284,7 +306,7 @@ class _Reply(Response):
             for job in self.jobs:
                 if not job.ended:
                     self.server.scheduler.cancel(job)
-            _leave(self.server.busy, self.client)
+            self.server.leave(self.client)
             gone.cancel()
             work.cancel()
             await asyncio.gather(gone, work, return_exceptions=True)
@@ -356,12 +378,6 @@ class _Reply(Response):
                 yield some
         if self.ask.include_usage:
             yield self.answer.last(self._usage)
-
-
-def _leave(busy: Counter[str], client: str) -> None:
-    busy[client] -= 1
-    if busy[client] <= 0:
-        del busy[client]  # or there would be an entry for every address ever seen
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -222,7 +222,7 @@ def document(model: str, keys: bool) -> dict[str, Any]:
 
 
 def _named(request: Schema, model: str) -> dict[str, Any]:
-    """A request's schema with the name that is served as an example."""
+    """A request's schema with the one name that is served."""
     fields = request["properties"]
-    named = {"model": {**fields["model"], "examples": [model]}}
+    named = {"model": {**fields["model"], "enum": [model]}}
     return {**request, "properties": {**fields, **named}}

@@ -94,6 +94,11 @@ class Job:
     ended: bool = False
 
     @property
+    def decodes(self) -> bool:
+        """Whether it is in a slot."""
+        return self.completion is not None and self.completion.finish == "running"
+
+    @property
     def turn(self) -> float:
         """Who goes first: the smallest."""
         return self.arrived + _PATIENCE_S / self.request.priority
@@ -215,7 +220,7 @@ class Scheduler:
                 if self.draining:
                     self._tell_idle()
                 self.watch.publish(self, now=True)
-                self._changed.wait()
+                self._changed.wait(1.0)  # what was a moment ago is over then
             return not self._stopping
 
     @property
@@ -315,7 +320,7 @@ class Scheduler:
                         ),
                     )
                 )
-        self.running = [j for j in self.running if j.completion.finish == "running"]
+        self.running = [job for job in self.running if job.decodes]
         self._deliver(found)
 
     def _deliver(self, found: Sequence[tuple[Job, News]]) -> None:
