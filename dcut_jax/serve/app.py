@@ -154,10 +154,16 @@ class Server:
 
     def _understand(self, kind: Kind, body: bytes) -> Ask:
         try:
-            return read_ask(kind, parse_json(body), self.served)
+            ask = read_ask(kind, parse_json(body), self.served)
         except BadField as error:
             status = 404 if error.code == "model_not_found" else 400
             raise ApiError(status, str(error), error.code, param=error.param) from error
+        try:
+            for request in ask.requests:
+                self.scheduler.engine.check(request)
+        except ValueError as error:
+            raise ApiError(400, str(error), "invalid_value") from error
+        return ask
 
     def _client(self, request: Request) -> str:
         """Who asks: a key, or without keys an address.

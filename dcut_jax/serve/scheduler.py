@@ -129,8 +129,9 @@ class Scheduler:
         self._stopping = False
         self._changed = threading.Condition()
         self._queue: list[Job] = []  # guarded by `_changed`, as are flags above
-        self.running: list[Job] = []  # of the engine's thread, as is the next
-        self._begun: tuple[Job, Prefill] | None = None
+        self.running: list[Job] = []  # of the engine's thread, as are the next two
+        self._next: Job | None = None  # whose prompt is being run
+        self._begun: Prefill | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._idle = asyncio.Event()
         self._thread: threading.Thread | None = None
@@ -206,11 +207,11 @@ class Scheduler:
         with self._changed:
             self.draining = True
             left, self._queue = self._queue, []
-        if self._begun is not None:
-            left.append(self._begun[0])
+        if self._next is not None:
+            left.append(self._next)
         end: End = "failed" if self.failure else "dropped"
         self._deliver([(job, News(end=end)) for job in (*left, *self.running)])
-        self.running, self._begun = [], None
+        self.running, self._next, self._begun = [], None, None
         self._tell_idle()
 
     def _wait(self) -> bool:
@@ -225,7 +226,7 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        return bool(self._queue or self.running or self._begun)
+        return bool(self._queue or self.running or self._next)
 
     def _tell_idle(self) -> None:
         self._call(self._idle.set)
@@ -255,9 +256,9 @@ class Scheduler:
         with self._changed:
             gone = [job for job in self._queue if why(job)]
             self._queue = [job for job in self._queue if not why(job)]
-        if self._begun is not None and why(self._begun[0]):
-            gone.append(self._begun[0])
-            self._begun = None
+        if self._next is not None and why(self._next):
+            gone.append(self._next)
+            self._next = self._begun = None
         for job in [job for job in self.running if why(job)]:
             assert job.completion is not None, "a running job has one"
             self.engine.cancel(job.completion)
@@ -270,23 +271,24 @@ class Scheduler:
         """Some chunks of prompts, as many as those who decode may be asked to wait."""
         spent = 0
         while spent < self.limits.prefill_tokens or not self.engine.running:
+            self._next = self._next or self._take()
+            job = self._next
+            if job is None:
+                return
             if self._begun is None:
-                job = self._next()
-                if job is None:
-                    return
-                self._begun = job, self.engine.begin_prefill(job.request)
-            job, begun = self._begun
-            spent += self.engine.prefill_chunk(begun)
-            if not begun.left:
-                self._begun = None
-                job.completion = self.engine.admit(self.engine.end_prefill(begun))
+                self._begun = self.engine.begin_prefill(job.request)
+            spent += self.engine.prefill_chunk(self._begun)
+            if not self._begun.left:
+                ready = self.engine.end_prefill(self._begun)
+                job.completion = self.engine.admit(ready)
                 self.running.append(job)
-                self.watch.prefilled(begun.done)
+                self.watch.prefilled(self._begun.done)
+                self._next = self._begun = None
                 self._report()
             if job.cancelled:  # by now; a long prompt is not run to its end
                 return
 
-    def _next(self) -> Job | None:
+    def _take(self) -> Job | None:
         """The job whose turn it is, if there is a slot for it."""
         if self.engine.running == self.engine.config.slots:
             return None

@@ -1,6 +1,7 @@
 """A server on a tiny trained pair, behind real HTTP on a free port."""
 
 import asyncio
+import json
 import threading
 import time
 from dataclasses import replace
@@ -155,7 +156,8 @@ class Live:
             body = {"messages": [{"role": "user", "content": "hi"}], **body}
         else:
             body = {"prompt": "hi", **body}
-        return self.http.post(path, json=body)
+        headers = {"content-type": "application/json"}
+        return self.http.post(path, content=json.dumps(body), headers=headers)
 
     def settle(self):
         """Waits until nothing runs or waits; raises where something is stuck."""

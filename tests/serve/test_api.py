@@ -69,10 +69,10 @@ class TestText:
         assert usage["total_tokens"] == helpers.MAX_LENGTH
 
     def test_choices_have_seeds_of_their_own(self, live, plain, text):
-        got = live.post(prompt=["ab", [3, 4]], n=2, seed=9, max_tokens=12).json()
+        got = live.post(prompt=[[5, 6], [3, 4]], n=2, seed=9, max_tokens=12).json()
         want = [
             plain(Request(ids, 12, (100,), 1.0, seed=9 + i))
-            for ids in (tuple(text.encode("ab")), (3, 4))
+            for ids in ((5, 6), (3, 4))
             for i in range(2)
         ]
         assert [c["index"] for c in got["choices"]] == [0, 1, 2, 3]

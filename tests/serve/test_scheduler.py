@@ -258,11 +258,13 @@ def test_what_does_not_end_in_time_is_dropped(start):
     assert [r.status_code for r in found] == [503] * 4
 
 
-def test_an_engine_that_breaks_is_said_to_be_broken(start):
-    def on_step(scheduler):
+@pytest.mark.parametrize("what", ["step", "begin_prefill", "admit"])
+def test_an_engine_that_breaks_is_said_to_be_broken(start, monkeypatch, what):
+    def fail(*args):
         raise RuntimeError("out of luck")
 
-    live = start(on_step=on_step)
+    live = start()
+    monkeypatch.setattr(live.engine, what, fail)
     assert live.post(max_tokens=9).status_code == 500
     assert live.http.get("/health").status_code == 503
     refused = live.post(max_tokens=9)
