@@ -23,6 +23,7 @@ def propose(
     hidden_BKE: Float[Array, "B K E"],
     anchor_B: Int32[Array, "B"],
     head_VE: Float[Array, "V E"],
+    over: str | None = None,
 ) -> Top1:
     """The drafts of a block, `[B, K]`, and the log of the chance that each is accepted.
 
@@ -34,6 +35,7 @@ def propose(
       hidden_BKE: see `drafter.block_forward`.
       anchor_B: the token before the first draft.
       head_VE: the target's LM head.
+      over: the mesh axis that both are cut over, see `models.collectives`.
 
     Returns:
       Of a drafter with a confidence head `logp` is what that head says; of any other,
@@ -42,13 +44,13 @@ def propose(
     """
     logits_BKV = dense.logits(hidden_BKE, head_VE)
     if cfg.markov_rank:
-        best = _one_by_one(params, logits_BKV, anchor_B)
+        best = _one_by_one(params, logits_BKV, anchor_B, over)
     else:
-        best = top1(logits_BKV)
+        best = top1(logits_BKV, over)
     if not cfg.confidence_head:
         return best
     previous_BK = jnp.concatenate([anchor_B[:, None], best.token[:, :-1]], axis=1)
-    logit_BK = drafter.confidence_logit(params, cfg, hidden_BKE, previous_BK)
+    logit_BK = drafter.confidence_logit(params, cfg, hidden_BKE, previous_BK, over)
     return Top1(best.token, jax.nn.log_sigmoid(logit_BK))
 
 
@@ -56,13 +58,14 @@ def _one_by_one(
     params: dict[str, Any],
     logits_BKV: Float[Array, "B K V"],
     anchor_B: Int32[Array, "B"],
+    over: str | None,
 ) -> Top1:
     """Drafts of which each biases the logits of the next."""
 
     def step(token_B: Array, k: Array) -> tuple[Array, Top1]:
         # A slice in the loop: as a scanned input the logits would be copied, K first.
         base_BV = lax.dynamic_index_in_dim(logits_BKV, k, axis=1, keepdims=False)
-        best = top1(base_BV + drafter.markov_bias(params, token_B))
+        best = top1(base_BV + drafter.markov_bias(params, token_B, over), over)
         return best.token, best
 
     slot_K = jnp.arange(logits_BKV.shape[1])

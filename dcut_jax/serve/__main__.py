@@ -8,7 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from dcut_jax.cli import add_model_flags, bar, positive, run
+from dcut_jax.cli import (
+    add_mesh_flags,
+    add_model_flags,
+    bar,
+    placement_of,
+    positive,
+    run,
+)
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.engine.engine import Engine, EngineConfig
 from dcut_jax.engine.load import NO_DRAFTER, Pair, has_drafter, load_pair
@@ -25,6 +32,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     p = argparse.ArgumentParser(prog="python -m dcut_jax.serve", description=__doc__)
     add_model_flags(p)
+    add_mesh_flags(p)
     p.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: loopback)"
     )
@@ -108,6 +116,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         p.error(f"--width belongs to --mode fixed; the mode is {args.mode}")
     if args.cost_dir and args.mode != "dcut":
         p.error(f"--cost-dir belongs to --mode dcut; the mode is {args.mode}")
+    if (args.coordinator, args.processes, args.process_id) != (None, None, None):
+        p.error(
+            "one process serves, on the devices that it has: expected no "
+            "--coordinator, --processes or --process-id; take a --mesh of this "
+            "machine's devices"
+        )
     if not 0 <= args.port < 2**16:
         p.error(f"--port: expected 0 to 65535, found {args.port}")
     if not args.drain_s >= 0:
@@ -175,7 +189,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"serving needs packages of the extra `serve`, found {error}; run "
             f"`pip install 'dcut-jax[serve]'`"
         ) from error
-    pair = load_pair(args.target, args.drafter, args.dtype, args.draft_dtype)
+    pair = load_pair(
+        args.target, args.drafter, args.dtype, args.draft_dtype, placement_of(args)
+    )
     text = pair.target.text()
     engine = build_engine(
         pair,
