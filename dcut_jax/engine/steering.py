@@ -32,6 +32,7 @@ from dcut_jax.engine.policy import (
 from dcut_jax.models.cache import CHUNK
 
 LOG_STEP = np.log(1.02)
+SHORTEST_MS = 1e-6  # no step is as short, and its logarithm is finite
 
 
 class Steering:
@@ -91,7 +92,8 @@ class Steering:
         correction = self.correction
         if np.isfinite(cap_ms):
             # In steps of a fiftieth, or there would be other costs at every step.
-            cap_ms = 1.02 ** np.floor(np.log(cap_ms / correction.slowdown) / LOG_STEP)
+            cap_ms = max(cap_ms / correction.slowdown, SHORTEST_MS)
+            cap_ms = 1.02 ** np.floor(np.log(cap_ms) / LOG_STEP)
         version = correction.version if self.policy.correct else 0
         key = (chunk, version, float(cap_ms))
         if self._costs is None or self._costs[0] != key:

@@ -20,7 +20,9 @@ from dcut_jax.serve.watch import Watch
 
 log = logging.getLogger(__name__)
 
-End = Literal["stop", "length", "cancelled", "failed", "late", "dropped"]
+# Why a text ended: as the engine has it, or it came too late, was under way when the
+# server ended, or when its engine broke.
+End = Literal["stop", "length", "cancelled", "failed", "late", "dropped", "broken"]
 
 # A request of priority p goes as if it had come this / p later than it did: nobody is
 # passed for longer than this, whatever the others' priorities.
@@ -209,7 +211,7 @@ class Scheduler:
             left, self._queue = self._queue, []
         if self._next is not None:
             left.append(self._next)
-        end: End = "failed" if self.failure else "dropped"
+        end: End = "broken" if self.failure else "dropped"
         self._deliver([(job, News(end=end)) for job in (*left, *self.running)])
         self.running, self._next, self._begun = [], None, None
         self._tell_idle()

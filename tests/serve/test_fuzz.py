@@ -163,7 +163,8 @@ def test_random_events(start, plain, text, seed):
     fuzzer = Fuzzer(live.url, rng, bodies, want)
     asyncio.run(fuzzer.run(EVENTS, together=20))
     print(fuzzer.seen)
-    assert min(fuzzer.seen[k] for k in ("whole", "stream", "leaves", "late", "told why")) > 20
+    kinds = ("whole", "stream", "leaves", "late", "told why")
+    assert min(fuzzer.seen[k] for k in kinds) > 20
     live.settle()
     assert live.scheduler.failure is None
     assert live.engine.running == 0

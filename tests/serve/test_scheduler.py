@@ -265,7 +265,9 @@ def test_an_engine_that_breaks_is_said_to_be_broken(start, monkeypatch, what):
 
     live = start()
     monkeypatch.setattr(live.engine, what, fail)
-    assert live.post(max_tokens=9).status_code == 500
+    failed = live.post(max_tokens=9)
+    assert failed.status_code == 500
+    assert failed.json()["error"]["code"] == "engine_failed"
     assert live.http.get("/health").status_code == 503
     refused = live.post(max_tokens=9)
     assert refused.status_code == 503
