@@ -66,9 +66,8 @@ def _ended_badly(end: End) -> ApiError | None:
                 headers=_NO_RETRY,
             )
         case "broken":
-            return ApiError(
-                500, "The engine failed; the server has to be restarted.", "engine_failed"
-            )
+            said = "The engine failed; the server has to be restarted."
+            return ApiError(500, said, "engine_failed")
         case "late":
             return ApiError(
                 408, "deadline_ms has passed.", "deadline_exceeded", headers=_NO_RETRY
