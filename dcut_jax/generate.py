@@ -122,34 +122,57 @@ def generate(
     )
     models = pair.models if mode != "ar" else pair.without_drafter()
     compiler = Compiler(models, cache_dtype)
-    policy: Policy
-    match mode:
-        case "ar":
-            policy = ArPolicy()
-        case "fixed":
-            policy = FixedPolicy(width)
-        case "dcut" if costs == "roofline":
-            directory = cost_dir or default_directory()
-            policy = DCutPolicy(computed_costs(pair, config, directory))
-        case "dcut":
-            with bar("step costs", None, shown=progress) as update:
-                table = stored_costs(
-                    pair,
-                    config,
-                    [t for p in prompts for t in p] or [0],
-                    compiler,
-                    cost_dir or default_directory(),
-                    on_progress=lambda what, done, total: update(
-                        done, f"measuring {what}"
-                    ),
-                )
-            policy = DCutPolicy(table)
+    with bar("step costs", None, shown=progress and mode == "dcut") as update:
+        policy = policy_of_mode(
+            mode,
+            width,
+            pair,
+            config,
+            compiler,
+            lambda: [t for p in prompts for t in p] or [0],
+            cost_dir or default_directory(),
+            costs=costs,
+            on_progress=lambda what, done, total: update(done, f"measuring {what}"),
+        )
     engine = Engine(models, config, policy, compiler=compiler)
     with bar("decoding", len(requests), shown=progress) as update:
         return engine.generate(
             requests,
             on_progress=lambda done, tokens: update(done, f"decoding, {tokens} tokens"),
         )
+
+
+def policy_of_mode(
+    mode: Mode,
+    width: int,
+    pair: Pair,
+    config: EngineConfig,
+    compiler: Compiler,
+    tokens: Callable[[], Sequence[int]],
+    cost_dir: Path,
+    *,
+    costs: Costs = "measured",
+    on_progress: Callable[[str, int, int], None] | None = None,
+) -> Policy:
+    """The policy that a mode stands for; measures costs where a mode needs them.
+
+    Args:
+      width: drafts, in mode "fixed".
+      tokens: gives real ones, to fill the caches with where costs are measured.
+      costs: see `generate`.
+    """
+    match mode:
+        case "ar":
+            return ArPolicy()
+        case "fixed":
+            return FixedPolicy(width)
+        case "dcut" if costs == "roofline":
+            return DCutPolicy(computed_costs(pair, config, cost_dir))
+        case "dcut":
+            table = stored_costs(
+                pair, config, tokens(), compiler, cost_dir, on_progress=on_progress
+            )
+            return DCutPolicy(table)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -39,6 +39,7 @@ from dcut_jax.bench.runner import (
     run_cell,
     wrong_arms,
 )
+from dcut_jax.bench.serve import run_serve
 from dcut_jax.cli import (
     add_mesh_flags,
     add_model_flags,
@@ -82,7 +83,11 @@ def arm_names(text: str) -> tuple[str, ...]:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    p = argparse.ArgumentParser(prog="python -m dcut_jax.bench", description=__doc__)
+    p = argparse.ArgumentParser(
+        prog="python -m dcut_jax.bench",
+        description=__doc__,
+        epilog="`bench serve` puts servers under load instead; it has flags of its own",
+    )
     add_model_flags(p)
     add_mesh_flags(p)
     p.add_argument("--batch-sizes", type=positives, default=(1, 4, 8, 16, 32))
@@ -155,9 +160,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the bench; status 1 if a text leaves AR's at more than a near-tie."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] == "serve":
+        return run_serve(argv[1:])
     args = parse(argv)
-    typed = sys.argv[1:] if argv is None else argv
-    command = shlex.join(["python", "-m", "dcut_jax.bench", *typed])
+    command = shlex.join(["python", "-m", "dcut_jax.bench", *argv])
     if args.replay:
         return run_replay(command, args.out, expert_aware=args.expert_aware)
     # Whatever can fail does so before any work.

@@ -72,7 +72,8 @@ def nothing_loads(monkeypatch):
 
 def outcome(count, accepted):
     zero_B = np.zeros(len(count), bool)
-    return HostOutcome(None, np.array(count), np.array(accepted), zero_B, None)
+    accepted_B = np.array(accepted)
+    return HostOutcome(None, np.array(count), accepted_B, accepted_B, zero_B, None)
 
 
 def test_a_tally_by_hand():
