@@ -26,7 +26,7 @@ from dcut_jax.cut.numpy_plan import Objective
 from dcut_jax.cut.plan import Plan, plan
 from dcut_jax.cut.survival import log_survival
 from dcut_jax.decode.state import ACCEPTED, DecodeState
-from pallas_kernels import Backend
+from pallas_kernels.backends import Backend
 
 
 @flax.struct.dataclass

@@ -23,6 +23,7 @@ from dcut_jax.decode.state import COUNTS, DecodeState, Outcome, to_wire
 from dcut_jax.decode.verify import prefill_rows, verify_rows
 from dcut_jax.models import dense, drafter
 from dcut_jax.models.cache import KvCache, init_cache, write_rows, write_slot
+from pallas_kernels.backends import Backends
 
 
 @dataclass(frozen=True)
@@ -388,6 +389,7 @@ class StepShapes:
       stops: stop tokens a request may have.
       sampling: whether requests may draw their tokens.
       logprobs: whether tokens come with their log-probabilities.
+      backends: the forms of the kernels.
     """
 
     slots: int
@@ -396,6 +398,7 @@ class StepShapes:
     stops: int
     sampling: bool = False
     logprobs: bool = False
+    backends: Backends = Backends()
 
     @property
     def wire_width(self) -> int:

@@ -4,7 +4,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from dcut_jax.engine.policy import ArPolicy, DCutPolicy, FixedPolicy, Policy
 from dcut_jax.engine.requests import Completion, Halt, Request, halted_after
 from dcut_jax.engine.steering import Steering
 from dcut_jax.models.cache import capacity
+from pallas_kernels.backends import Backends, check, defaults
 
 PREFILL_CHUNKS = (32, 128)
 KEPT_RECORDS = 100_000  # of the newest steps, at least
@@ -42,6 +43,8 @@ class EngineConfig:
       sampling: whether requests may draw their tokens; without, steps are a little
         cheaper.
       logprobs: whether completions hold the log-probabilities of their tokens.
+      backends: the forms of the kernels; None: the defaults of the device that the
+        parameters are on (`pallas_kernels.backends.DEFAULTS`).
     """
 
     slots: int
@@ -50,6 +53,7 @@ class EngineConfig:
     cache_dtype: str = "float32"
     sampling: bool = False
     logprobs: bool = False
+    backends: Backends | None = None
 
     def __post_init__(self) -> None:
         if self.slots < 1:
@@ -67,7 +71,11 @@ class EngineConfig:
         return capacity(self.max_length)
 
     def shapes(self, models: S.Models) -> S.StepShapes:
-        """Shapes of a step of these models."""
+        """Shapes of a step of these models.
+
+        Raises:
+          ValueError: a backend that cannot run where the parameters are.
+        """
         return S.StepShapes(
             slots=self.slots,
             positions=self.positions,
@@ -75,7 +83,22 @@ class EngineConfig:
             stops=self.max_stops,
             sampling=self.sampling,
             logprobs=self.logprobs,
+            backends=self.backends_on(device_of(models)),
         )
+
+    def backends_on(self, device: Any) -> Backends:
+        """The forms of the kernels on a device; raises as `shapes` does."""
+        found = self.backends or defaults(device)
+        for backend in asdict(found).values():
+            check(backend, device)
+        return found
+
+
+def device_of(models: S.Models) -> Any:
+    """A device that parameters are on; of a mesh they are all of one kind."""
+    return min(
+        jax.tree.leaves(models.params)[0].sharding.device_set, key=lambda d: d.id
+    )
 
 
 @dataclass
