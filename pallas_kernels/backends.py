@@ -35,18 +35,33 @@ RUNS_ON: dict[Backend, tuple[Kind, ...]] = {
 
 @dataclass(frozen=True)
 class Backends:
-    """The form of each operation."""
+    """The form of each operation.
+
+    Attributes:
+      head_chunk: words of a head that `confidence` takes at a time in XLA; None: all.
+    """
 
     budget_topk: Backend = "xla"
+    confidence: Backend = "xla"
+    head_chunk: int | None = None
 
+    def check(self, device: Any) -> None:
+        """Raises ValueError, with the reason, for what cannot run on `device`."""
+        for backend in (self.budget_topk, self.confidence):
+            check(backend, device)
+
+
+PLAIN = Backends()  # XLA throughout
 
 # The one table of defaults. A kernel stands here where its form in XLA is a chain of
 # launches between drafting and verification; others wait until a device was measured.
+# Logits of a head taken whole are 2.3 GiB for 4096 rows of 151936 words, in chunks of
+# 8192 128 MiB. On CPUs chunks took up to three times as long (docs/lab.md).
 DEFAULTS: dict[Kind, Backends] = {
-    "cpu": Backends(),
-    "gpu": Backends(),
-    "hopper": Backends(budget_topk="pallas_mosaic_gpu"),
-    "tpu": Backends(budget_topk="pallas_tpu"),
+    "cpu": PLAIN,
+    "gpu": Backends(head_chunk=8192),
+    "hopper": Backends(budget_topk="pallas_mosaic_gpu", head_chunk=8192),
+    "tpu": Backends(budget_topk="pallas_tpu", head_chunk=8192),
 }
 
 

@@ -118,7 +118,11 @@ class Compiler:
 
         def build() -> _Step:
             fn = partial(
-                S.draft, models=self.models, width=width, columns=shapes.width - 1
+                S.draft,
+                models=self.models,
+                width=width,
+                columns=shapes.width - 1,
+                backends=shapes.backends,
             )
             kv = self._caches(shapes).drafter
             return _Step(fn, (self._params, kv, self._state(shapes)))
@@ -155,6 +159,7 @@ class Compiler:
                 lay=lay,
                 wire_width=shapes.wire_width,
                 logprobs=shapes.logprobs,
+                backends=shapes.backends,
             )
             kv, state = self._caches(shapes).target, self._state(shapes)
             return _Step(fn, (self._params, kv, state, _ints(B, K), _ints(B)))
@@ -209,7 +214,12 @@ class Compiler:
             sampling = self._state(one).sampling
             caches = self._caches(one, decodes=False)
             args = (self._params, caches, *numbers, sampling)
-            fn = partial(S.prefill, models=self.models, logprobs=shapes.logprobs)
+            fn = partial(
+                S.prefill,
+                models=self.models,
+                logprobs=shapes.logprobs,
+                backends=shapes.backends,
+            )
             return _Step(fn, args, donated=1)
 
         return self._get(("prefill", one, chunk), build)

@@ -13,8 +13,10 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from dcut_jax.config import DrafterConfig
-from dcut_jax.cut.confidence import Top1, top1
+from dcut_jax.cut.confidence import Top1
 from dcut_jax.models import dense, drafter
+from pallas_kernels.backends import PLAIN, Backends
+from pallas_kernels.confidence import from_logits, head_confidence
 
 
 def propose(
@@ -23,6 +25,7 @@ def propose(
     hidden_BKE: Float[Array, "B K E"],
     anchor_B: Int32[Array, "B"],
     head_VE: Float[Array, "V E"],
+    backends: Backends = PLAIN,
 ) -> Top1:
     """The drafts of a block, `[B, K]`, and the log of the chance that each is accepted.
 
@@ -34,17 +37,24 @@ def propose(
       hidden_BKE: see `drafter.block_forward`.
       anchor_B: the token before the first draft.
       head_VE: the target's LM head.
+      backends: the form of `head_confidence`; a Markov head wants logits instead.
 
     Returns:
       Of a drafter with a confidence head `logp` is what that head says; of any other,
       the log of the draft's own probability. What is learned about scores while
       decoding, `cut.calibration`, comes on top of either.
     """
-    logits_BKV = dense.logits(hidden_BKE, head_VE)
     if cfg.markov_rank:
-        best = _one_by_one(params, logits_BKV, anchor_B)
+        best = _one_by_one(params, dense.logits(hidden_BKE, head_VE), anchor_B)
     else:
-        best = top1(logits_BKV)
+        B, K, E = hidden_BKE.shape
+        sure = head_confidence(
+            hidden_BKE.reshape(B * K, E),
+            head_VE,
+            backend=backends.confidence,
+            chunk=backends.head_chunk,
+        )
+        best = Top1(sure.token.reshape(B, K), sure.logp.reshape(B, K))
     if not cfg.confidence_head:
         return best
     previous_BK = jnp.concatenate([anchor_B[:, None], best.token[:, :-1]], axis=1)
@@ -62,8 +72,8 @@ def _one_by_one(
     def step(token_B: Array, k: Array) -> tuple[Array, Top1]:
         # A slice in the loop: as a scanned input the logits would be copied, K first.
         base_BV = lax.dynamic_index_in_dim(logits_BKV, k, axis=1, keepdims=False)
-        best = top1(base_BV + drafter.markov_bias(params, token_B))
-        return best.token, best
+        sure = from_logits(base_BV + drafter.markov_bias(params, token_B))
+        return sure.token, Top1(sure.token, sure.logp)
 
     slot_K = jnp.arange(logits_BKV.shape[1])
     _, best_KB = lax.scan(step, anchor_B, slot_K)

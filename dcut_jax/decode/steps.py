@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dcut_jax.config import DrafterConfig, ModelConfig
-from dcut_jax.cut.confidence import top1
 from dcut_jax.decode.accept import accept
 from dcut_jax.decode.decide import Proposal
 from dcut_jax.decode.defer import Deferred, emptied, nothing_deferred, put_off
@@ -23,7 +22,8 @@ from dcut_jax.decode.state import COUNTS, DecodeState, Outcome, to_wire
 from dcut_jax.decode.verify import prefill_rows, verify_rows
 from dcut_jax.models import dense, drafter
 from dcut_jax.models.cache import KvCache, init_cache, write_rows, write_slot
-from pallas_kernels.backends import Backends
+from pallas_kernels.backends import PLAIN, Backends
+from pallas_kernels.confidence import head_confidence
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,7 @@ def draft(
     models: Models,
     width: int,
     columns: int,
+    backends: Backends = PLAIN,
 ) -> Proposal:
     """Asks the drafter for `width` drafts a request, padded to `columns`.
 
@@ -121,7 +122,12 @@ def draft(
         width,
     )
     best = propose(
-        params["drafter"], cfg, hidden_BKE, state.anchor_B, params["draft_head_VE"]
+        params["drafter"],
+        cfg,
+        hidden_BKE,
+        state.anchor_B,
+        params["draft_head_VE"],
+        backends,
     )
     pad = ((0, 0), (0, columns - width))
     return Proposal(
@@ -140,6 +146,7 @@ def verify(
     lay: Layout,
     wire_width: int,
     logprobs: bool = False,
+    backends: Backends = PLAIN,
 ) -> tuple[Array, DecodeState, Fresh]:
     """Checks anchors and kept drafts; the outcome comes in its wire form."""
     packed = pack(keep_B, state.active_B, lay.rows)
@@ -163,6 +170,7 @@ def verify(
         else jax.tree.map(lambda x: x[packed.owner_T], state.sampling),
         state.length_B[packed.owner_T] + packed.offset_T + 1,
         logprobs,
+        backends,
     )
     predicted_BW = unpack(chosen.token, packed, lay.width)
     outcome, after = accept(predicted_BW, token_BK, keep_B, state)
@@ -192,13 +200,17 @@ def choose(
     sampling: Sampling | None,
     position_T: Array,
     logprobs: bool,
+    backends: Backends,
 ) -> Chosen:
     """The target's token for each of `position_T`, from the row before it."""
-    logits_TV = dense.logits(hidden_TE, dense.head_VE(params["target"]))
+    head_VE = dense.head_VE(params["target"])
     if sampling is None:
-        token_T = top1(logits_TV).token
-    else:
-        token_T = next_token(logits_TV, sampling, position_T)
+        best = head_confidence(
+            hidden_TE, head_VE, backend=backends.confidence, chunk=backends.head_chunk
+        )
+        return Chosen(best.token, best.logp if logprobs else None)
+    logits_TV = dense.logits(hidden_TE, head_VE)
+    token_T = next_token(logits_TV, sampling, position_T)
     return Chosen(token_T, log_probability(logits_TV, token_T) if logprobs else None)
 
 
@@ -302,6 +314,7 @@ def prefill(
     *,
     models: Models,
     logprobs: bool = False,
+    backends: Backends = PLAIN,
 ) -> tuple[Caches, Chosen]:
     """One chunk of a prompt into one-slot caches; the token that follows its rows.
 
@@ -319,7 +332,7 @@ def prefill(
     )
     last_E = rows.hidden[count - 1]
     position_1 = (length + count)[None]
-    chosen = choose(params, last_E[None], sampling, position_1, logprobs)
+    chosen = choose(params, last_E[None], sampling, position_1, logprobs, backends)
 
     row_P = jnp.arange(token_P.shape[0])
     position_P = length + row_P
@@ -398,7 +411,7 @@ class StepShapes:
     stops: int
     sampling: bool = False
     logprobs: bool = False
-    backends: Backends = Backends()
+    backends: Backends = PLAIN
 
     @property
     def wire_width(self) -> int:

@@ -4,7 +4,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from dcut_jax.engine.policy import ArPolicy, DCutPolicy, FixedPolicy, Policy
 from dcut_jax.engine.requests import Completion, Halt, Request, halted_after
 from dcut_jax.engine.steering import Steering
 from dcut_jax.models.cache import capacity
-from pallas_kernels.backends import Backends, check, defaults
+from pallas_kernels.backends import Backends, defaults
 
 PREFILL_CHUNKS = (32, 128)
 KEPT_RECORDS = 100_000  # of the newest steps, at least
@@ -89,8 +89,7 @@ class EngineConfig:
     def backends_on(self, device: Any) -> Backends:
         """The forms of the kernels on a device; raises as `shapes` does."""
         found = self.backends or defaults(device)
-        for backend in asdict(found).values():
-            check(backend, device)
+        found.check(device)
         return found
 
 

@@ -1,6 +1,5 @@
 """Backends: one table, asked with a device, and reasons for what does not run."""
 
-from dataclasses import asdict
 from types import SimpleNamespace
 from typing import get_args
 
@@ -41,9 +40,10 @@ def test_a_device_has_one_row(found, kind):
 
 def test_every_default_runs_where_it_is_the_default():
     assert set(DEFAULTS) == set(get_args(Kind))
-    for kind, forms in DEFAULTS.items():
-        for operation, backend in asdict(forms).items():
-            assert kind in RUNS_ON[backend], (kind, operation)
+    for kind, found in [("cpu", CPU), ("gpu", A100), ("hopper", H200), ("tpu", V5E)]:
+        DEFAULTS[kind].check(found)
+    with pytest.raises(ValueError, match="this is a CPU"):
+        DEFAULTS["tpu"].check(CPU)
 
 
 def test_the_kernel_is_the_default_on_accelerators_that_run_it():
