@@ -17,7 +17,11 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from dcut_jax.axes import MESH_AXES
+from dcut_jax.config import ConfigError
 from dcut_jax.engine.load import NO_DRAFTER
+from dcut_jax.mesh import STRATEGIES, Placement, make_placement
+from dcut_jax.processes import ends_with_others, first, join
 from dcut_jax.weights.load import SMOLLM2
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -54,6 +58,75 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         help="of the key/value caches; the narrow ones take half the memory, but on "
         "CPUs they are very slow (default: float32)",
     )
+
+
+def add_mesh_flags(parser: argparse.ArgumentParser) -> None:
+    """Mesh and strategy, and the processes that share the mesh."""
+    parser.add_argument(
+        "--mesh",
+        type=mesh_sizes,
+        metavar="AXIS=SIZE,...",
+        help=f"devices to share the work, as in data=2,model=2; axes: "
+        f"{', '.join(MESH_AXES)} (default: one device)",
+    )
+    parser.add_argument(
+        "--strategy",
+        choices=STRATEGIES,
+        help="how: requests over `data` (dp), heads, feed-forward and words over "
+        "`model` (tp), requests and experts over `expert` (ep); default: the one that "
+        "uses the axes of --mesh",
+    )
+    add_process_flags(parser)
+
+
+def add_process_flags(parser: argparse.ArgumentParser) -> None:
+    """Which of several processes this is; see `processes.join`."""
+    parser.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="of process 0, where several machines take part; each runs this command",
+    )
+    parser.add_argument("--processes", type=positive, help="how many they are")
+    parser.add_argument("--process-id", type=int, help="which of them this is, from 0")
+
+
+def join_processes(args: argparse.Namespace) -> None:
+    """Joins the other processes, if any; only the first goes on to print."""
+    join(args.coordinator, args.processes, args.process_id)
+    if args.process_id:
+        # Nothing else would tell its lines from those of the first.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+
+
+def placement_of(args: argparse.Namespace) -> Placement | None:
+    """The placement that `add_mesh_flags` describe; None for a run on one device.
+
+    Joins the processes first, so it comes before anything else that uses a device.
+
+    Raises:
+      ConfigError: flags that do not fit together, or not this run's devices.
+    """
+    if args.mesh is None and (args.strategy or args.processes):
+        raise ConfigError(
+            "--strategy and --processes are of a mesh; name its axes and sizes with "
+            "--mesh, as in --mesh data=2,model=4"
+        )
+    join_processes(args)
+    return None if args.mesh is None else make_placement(args.mesh, args.strategy)
+
+
+def mesh_sizes(text: str) -> dict[str, int]:
+    """An `argparse` type: `axis=size`, between commas, each axis once."""
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, size = part.partition("=")
+        if axis not in MESH_AXES or axis in sizes:
+            raise argparse.ArgumentTypeError(
+                f"expected AXIS=SIZE between commas, each of {', '.join(MESH_AXES)} "
+                f"once at most; found {part!r}"
+            )
+        sizes[axis] = positive(size)
+    return sizes
 
 
 def positive(text: str) -> int:
@@ -94,6 +167,7 @@ def bar(title: str, total: int | None, *, shown: bool = True):
         TimeRemainingColumn(),
     )
     console = Console(stderr=True)
+    shown = shown and first()
     with Progress(*columns, console=console, disable=not shown) as progress:
         task = progress.add_task(title, total=total)
 
@@ -113,7 +187,8 @@ def run(main: Callable[[Sequence[str] | None], int]) -> None:
     see where it came from.
     """
     try:
-        sys.exit(main(None))
+        with ends_with_others():
+            sys.exit(main(None))
     except (ValueError, OSError, ImportError) as error:
         if os.environ.get(TRACEBACK) == "1":
             raise

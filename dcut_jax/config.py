@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 
 class ConfigError(ValueError):
@@ -25,11 +25,60 @@ class RopeConfig:
     scaling: Llama3Scaling | None = None
 
 
+Gating = Literal["softmax", "renormalised", "ones"]
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """Feed-forward parts of which a row uses a few: a mixture of experts.
+
+    A router scores all experts for a row; the `active` best ones run, each a SwiGLU of
+    its own, and their outputs are added up by gate values. Qwen3-MoE's layout, and
+    Qwen2-MoE's for the shared expert.
+
+    Attributes:
+      count: experts of a layer (`num_experts`).
+      active: experts that a row is sent to (`num_experts_per_tok`).
+      mlp: neurons of an expert (`moe_intermediate_size`).
+      layers: the layers that have experts, ascending; the others are dense.
+      gating: gate values of chosen experts. softmax: over all experts' scores.
+        renormalised: the same, divided by their sum (`norm_topk_prob`). ones: 1, so
+        that a dense layer cut into experts is itself when all of them run.
+      shared_mlp: neurons of an expert that every row uses; 0: there is none.
+      shared_gate: whether the shared expert's output is scaled by a sigmoid of the row.
+    """
+
+    count: int
+    active: int
+    mlp: int
+    layers: tuple[int, ...]
+    gating: Gating
+    shared_mlp: int = 0
+    shared_gate: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.active <= self.count:
+            raise ConfigError(
+                f"num_experts_per_tok {self.active} is outside 1..{self.count}, the "
+                f"experts of a layer"
+            )
+        if self.gating not in get_args(Gating):
+            raise ConfigError(
+                f"gating {self.gating!r} is unknown; known: "
+                f"{', '.join(get_args(Gating))}"
+            )
+        if self.shared_gate and not self.shared_mlp:
+            raise ConfigError(
+                "shared_expert_gate is set, but there is no shared expert"
+            )
+
+
 @dataclass(frozen=True)
 class ModelConfig:
-    """A dense decoder: Llama family, or Qwen3 (`qk_norm`).
+    """A decoder: Llama family or Qwen3 (`qk_norm`), dense or with experts.
 
     `head_dim` is independent of `embed / heads`. `tied` heads reuse the embedding.
+    `mlp` is of dense layers; `experts` is None where all layers are dense.
     """
 
     vocab: int
@@ -44,8 +93,14 @@ class ModelConfig:
     max_position: int
     tied: bool
     qk_norm: bool = False
+    experts: ExpertsConfig | None = None
 
     def __post_init__(self) -> None:
+        if self.experts and not set(self.experts.layers) <= set(range(self.layers)):
+            raise ConfigError(
+                f"layers with experts {list(self.experts.layers)} must be among "
+                f"0..{self.layers - 1}"
+            )
         if self.heads % self.kv_heads:
             raise ConfigError(
                 f"{self.heads} query heads are not a multiple of "
@@ -211,7 +266,86 @@ def rope_json(rope: RopeConfig) -> dict[str, Any]:
     }
 
 
-_ARCHITECTURES = {"LlamaForCausalLM": False, "Qwen3ForCausalLM": True}
+# Architectures of transformers, and one of this project: what Qwen3-MoE's keys and
+# tensor names say with the additions that `experts_json` writes.
+OWN_MOE = "DcutMoeForCausalLM"
+_QK_NORM = {
+    "LlamaForCausalLM": False,
+    "Qwen3ForCausalLM": True,
+    "Qwen3MoeForCausalLM": True,
+}
+_MOE = ("Qwen3MoeForCausalLM", OWN_MOE)
+
+
+def read_experts(
+    raw: Mapping[str, Any], layers: int, own: bool, where: str
+) -> ExpertsConfig | None:
+    """Reads the experts of a Qwen3-MoE `config.json`, or of this project's own kind.
+
+    None where no layer has any. Only our own kind has `gating` and shared experts.
+    """
+    # transformers 4 wrote `num_experts`; 5 writes `num_local_experts` and reads both.
+    names = ("num_experts", "num_local_experts")
+    counts = {int(raw[name]) for name in names if raw.get(name) is not None}
+    if len(counts) != 1:
+        found = "none" if not counts else " and ".join(map(str, sorted(counts)))
+        raise ConfigError(
+            f"{where}: expected one number of experts in `num_experts` or "
+            f"`num_local_experts`, found {found}"
+        )
+    count = counts.pop()
+    step = int(raw.get("decoder_sparse_step") or 1)
+    dense = set(raw.get("mlp_only_layers") or ())
+    sparse = [i for i in range(layers) if i not in dense and (i + 1) % step == 0]
+    if not count or not sparse:
+        return None
+    gating: Gating = "renormalised" if raw.get("norm_topk_prob") else "softmax"
+    foreign = [key for key in _OWN_KEYS if raw.get(key) and not own]
+    if foreign:
+        raise ConfigError(
+            f"{where}: {foreign[0]} is not part of Qwen3-MoE; a checkpoint with it has "
+            f"the architecture {OWN_MOE}"
+        )
+    return ExpertsConfig(
+        count=count,
+        active=int(_require(raw, "num_experts_per_tok", where)),
+        mlp=int(_require(raw, "moe_intermediate_size", where)),
+        layers=tuple(sparse),
+        gating=raw.get("gating", gating),
+        shared_mlp=int(raw.get("shared_expert_intermediate_size") or 0),
+        shared_gate=bool(raw.get("shared_expert_gate", False)),
+    )
+
+
+_OWN_KEYS = ("gating", "shared_expert_intermediate_size", "shared_expert_gate")
+
+
+def experts_json(cfg: ModelConfig) -> dict[str, Any]:
+    """Architecture and experts of `cfg` in `config.json`; undoes `read_experts`."""
+    x = cfg.experts
+    if x is None:
+        name = "qwen3" if cfg.qk_norm else "llama"
+        return {
+            "architectures": [f"{name.capitalize()}ForCausalLM"],
+            "model_type": name,
+        }
+    published = cfg.qk_norm and x.gating != "ones" and not x.shared_mlp
+    own = {
+        "qk_norm": cfg.qk_norm,
+        "gating": x.gating,
+        "shared_expert_intermediate_size": x.shared_mlp,
+        "shared_expert_gate": x.shared_gate,
+    }
+    return {
+        "architectures": ["Qwen3MoeForCausalLM" if published else OWN_MOE],
+        "model_type": "qwen3_moe" if published else "dcut_moe",
+        "num_experts": x.count,
+        "num_experts_per_tok": x.active,
+        "moe_intermediate_size": x.mlp,
+        "norm_topk_prob": x.gating == "renormalised",
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i in range(cfg.layers) if i not in x.layers],
+    } | ({} if published else own)
 
 
 def model_config_from_hf(raw: Mapping[str, Any], where: str) -> ModelConfig:
@@ -221,12 +355,13 @@ def model_config_from_hf(raw: Mapping[str, Any], where: str) -> ModelConfig:
       ConfigError: naming `where`, for an unknown architecture or a missing field.
     """
     names = raw.get("architectures") or []
-    known = [n for n in names if n in _ARCHITECTURES]
+    known = [n for n in names if n in (*_QK_NORM, *_MOE)]
     if not known:
         raise ConfigError(
             f"{where}: architecture {names} is not supported; "
-            f"known: {', '.join(sorted(_ARCHITECTURES))}"
+            f"known: {', '.join(sorted({*_QK_NORM, *_MOE}))}"
         )
+    own = known[0] == OWN_MOE
     for unsupported in ("attention_bias", "mlp_bias", "use_sliding_window"):
         if raw.get(unsupported):
             raise ConfigError(f"{where}: {unsupported}=true is not supported")
@@ -236,11 +371,12 @@ def model_config_from_hf(raw: Mapping[str, Any], where: str) -> ModelConfig:
         )
     embed = int(_require(raw, "hidden_size", where))
     heads = int(_require(raw, "num_attention_heads", where))
+    layers = int(_require(raw, "num_hidden_layers", where))
     return ModelConfig(
         vocab=int(_require(raw, "vocab_size", where)),
         embed=embed,
         mlp=int(_require(raw, "intermediate_size", where)),
-        layers=int(_require(raw, "num_hidden_layers", where)),
+        layers=layers,
         heads=heads,
         kv_heads=int(raw.get("num_key_value_heads") or heads),
         head_dim=int(raw.get("head_dim") or embed // heads),
@@ -248,5 +384,6 @@ def model_config_from_hf(raw: Mapping[str, Any], where: str) -> ModelConfig:
         norm_eps=float(_require(raw, "rms_norm_eps", where)),
         max_position=int(_require(raw, "max_position_embeddings", where)),
         tied=bool(raw.get("tie_word_embeddings", False)),
-        qk_norm=_ARCHITECTURES[known[0]],
+        qk_norm=bool(_require(raw, "qk_norm", where)) if own else _QK_NORM[known[0]],
+        experts=read_experts(raw, layers, own, where) if known[0] in _MOE else None,
     )

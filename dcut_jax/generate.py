@@ -7,7 +7,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from dcut_jax.cli import add_model_flags, bar, positive, run
+from dcut_jax.cli import (
+    add_mesh_flags,
+    add_model_flags,
+    bar,
+    placement_of,
+    positive,
+    run,
+)
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.engine.engine import Engine, EngineConfig
 from dcut_jax.engine.load import (
@@ -20,6 +27,7 @@ from dcut_jax.engine.load import (
 from dcut_jax.engine.policy import ArPolicy, DCutPolicy, FixedPolicy, Policy
 from dcut_jax.engine.profile import default_directory
 from dcut_jax.engine.requests import Completion, Halt, Request
+from dcut_jax.processes import first
 from dcut_jax.prompts import is_unicode, load_prompts
 from dcut_jax.stops import StopStrings
 
@@ -139,6 +147,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     p = argparse.ArgumentParser(prog="python -m dcut_jax.generate", description=__doc__)
     add_model_flags(p)
+    add_mesh_flags(p)
     p.add_argument("prompt", nargs="*", help="texts; default: standard input")
     p.add_argument("--prompts", help="a JSON Lines file instead, or a set's name")
     p.add_argument("--limit", type=positive, help="prompts to take of --prompts")
@@ -231,14 +240,16 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{ascii(next(t for t in texts if not is_unicode(t)))}; correct them"
             )
         conversations = [[{"role": "user", "content": t}] for t in texts]
-    pair = load_pair(args.target, args.drafter, args.dtype, args.draft_dtype)
+    pair = load_pair(
+        args.target, args.drafter, args.dtype, args.draft_dtype, placement_of(args)
+    )
     text = pair.target.text()
     stops = StopStrings(text, args.stop) if args.stop else None
     prompts = [text.chat(c) for c in conversations]
     results = generate(
         prompts,
         pair,
-        batch_size=min(args.batch_size, len(prompts)),
+        batch_size=pair.models.even(min(args.batch_size, len(prompts))),
         max_new_tokens=args.max_new_tokens,
         stop=text.eos_ids,
         mode=args.mode,
@@ -264,6 +275,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             data = {"tokens": result.tokens, "logprobs": result.logprobs}
             print(json.dumps(data))
         rate = f"{result.mean_accepted_length:.2f} tokens a step, "
+        if not first():
+            continue
         print(
             f"[{len(result.tokens)} tokens, {result.steps} steps, "
             f"{rate if result.steps else ''}{result.finish}]",

@@ -5,12 +5,21 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from dcut_jax.cli import add_model_flags, bar, positive, positives, run
+from dcut_jax.cli import (
+    add_mesh_flags,
+    add_model_flags,
+    bar,
+    placement_of,
+    positive,
+    positives,
+    run,
+)
 from dcut_jax.cost.table import CostError, CostTable, Fingerprint
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.engine.engine import EngineConfig
 from dcut_jax.engine.load import has_drafter, load_pair, measure_costs
-from dcut_jax.engine.profile import ROUNDS, default_directory, table_path
+from dcut_jax.engine.profile import ROUNDS, default_directory, table_path, table_text
+from dcut_jax.processes import first
 from dcut_jax.prompts import DEFAULT, load_prompts
 
 FILLING = 16  # prompts whose tokens fill the caches
@@ -20,6 +29,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line's values."""
     p = argparse.ArgumentParser(prog="python -m dcut_jax.profile", description=__doc__)
     add_model_flags(p)
+    add_mesh_flags(p)
     p.add_argument("--batch-sizes", type=positives, default=(1, 4, 8, 16, 32))
     p.add_argument("--max-length", type=positive, default=384)
     p.add_argument("--rounds", type=positive, default=ROUNDS)
@@ -49,10 +59,11 @@ def stored(path: Path, here: Fingerprint) -> CostTable | None:
     Raises:
       CostError: there is a file, but nothing can be added to it.
     """
-    if not path.exists():
+    text = table_text(path)
+    if not text:
         return None
     try:
-        return CostTable.load(path).require(here)
+        return CostTable.parse(text, path).require(here)
     except CostError as error:
         raise CostError(
             f"nothing can be added to {path} ({error}); --fresh starts it over"
@@ -62,7 +73,9 @@ def stored(path: Path, here: Fingerprint) -> CostTable | None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Profiles each batch size and adds it to the stored table."""
     args = parse(argv)
-    pair = load_pair(args.target, args.drafter, args.dtype, args.draft_dtype)
+    pair = load_pair(
+        args.target, args.drafter, args.dtype, args.draft_dtype, placement_of(args)
+    )
     text = pair.target.text()
     tokens = [
         t for p in load_prompts(DEFAULT, FILLING) for t in text.chat(list(p.messages))
@@ -86,7 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 on_progress=partial(show, update),
             )
         table = table.merged(measured) if table else measured
-        table.save(path)
+        if first():
+            table.save(path)
         print(f"batch {config.slots}: stored in {path}")
     return 0
 

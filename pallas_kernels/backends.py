@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 import jax
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.interpreters import batching, mlir
 from jaxtyping import Array
 
 # xla: the reference, anywhere. pallas_tpu, pallas_mosaic_gpu: the kernels proper.
@@ -146,6 +146,10 @@ def require(operand: Array, backend: Backend) -> Array:
 def _identity(backend: Backend) -> Any:
     primitive = Primitive(f"require_{backend}")
     primitive.def_abstract_eval(lambda aval: aval)
+    batching.primitive_batchers[primitive] = lambda args, axes: (
+        primitive.bind(*args),
+        axes[0],
+    )
     platforms = {"cpu": "cpu", "tpu": "tpu", "gpu": "hopper"}
     for platform, kind in platforms.items():
         rule = _pass if kind in RUNS_ON[backend] else _refuse(backend, kind)

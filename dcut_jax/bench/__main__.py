@@ -39,7 +39,16 @@ from dcut_jax.bench.runner import (
     run_cell,
     wrong_arms,
 )
-from dcut_jax.cli import add_model_flags, bar, distinct, positive, positives, run
+from dcut_jax.cli import (
+    add_mesh_flags,
+    add_model_flags,
+    bar,
+    distinct,
+    placement_of,
+    positive,
+    positives,
+    run,
+)
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.engine.engine import Engine, EngineConfig, Prefilled
 from dcut_jax.engine.load import (
@@ -52,6 +61,8 @@ from dcut_jax.engine.load import (
 from dcut_jax.engine.policy import WIDTHS, ArPolicy, DCutPolicy, unmeasured
 from dcut_jax.engine.profile import cpu_model, default_directory
 from dcut_jax.engine.requests import Request
+from dcut_jax.mesh import Placement
+from dcut_jax.processes import first
 from dcut_jax.prompts import DEFAULT, load_prompts
 
 # Timed at each batch size in each round: a dozen steps are too few to compare arms by.
@@ -73,6 +84,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     p = argparse.ArgumentParser(prog="python -m dcut_jax.bench", description=__doc__)
     add_model_flags(p)
+    add_mesh_flags(p)
     p.add_argument("--batch-sizes", type=positives, default=(1, 4, 8, 16, 32))
     p.add_argument(
         "--arms",
@@ -120,6 +132,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             "--max-new-tokens: expected at least 2, found 1; a first token comes with "
             "the prompt, and nothing would be left to decode"
         )
+    if args.peer and args.processes:
+        p.error("--peer runs in one process; leave --processes out")
     drafting = [name for name in args.arms or () if name != AR]
     if drafting and not has_drafter(args.target, args.drafter):
         p.error(
@@ -143,10 +157,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         require_matplotlib()
     if args.peer:
         require_torch()
-    args.out.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
     prompts = load_prompts(args.prompts, args.limit)
-    pair = load_pair(args.target, args.drafter, args.dtype, args.draft_dtype)
+    placement = placement_of(args)
+    if first():
+        args.out.mkdir(parents=True, exist_ok=True)
+    pair = load_pair(args.target, args.drafter, args.dtype, args.draft_dtype, placement)
     most = pair.models.drafter.max_drafts if pair.models.drafter else 0
     arms = args.arms or default_arms(most)
     for name in arms:
@@ -170,7 +186,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     print(f"{len(requests)} prompts, AR text of {args.max_new_tokens} tokens each")
     with bar("AR reference", len(requests)) as update:
-        config = replace(configs[args.batch_sizes[0]], slots=min(16, len(requests)))
+        slots = plain.even(min(16, len(requests)))
+        config = replace(configs[args.batch_sizes[0]], slots=slots)
         engine = Engine(plain, config, ArPolicy(), compiler=compilers[False])
         texts = Texts(
             engine.generate(requests, on_progress=lambda done, tokens: update(done))
@@ -193,11 +210,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         rounds=args.rounds,
         tokens_per_request=args.tokens_per_request,
     )
-    checks = texts.results(lambda d: logit_gap(plain, ids[d.prompt], texts, d))
+    # Of a mesh the target is on the host as well, whole.
+    whole = replace(plain, params={"target": pair.target.params}, placement=None)
+    checks = texts.results(lambda d: logit_gap(whole, ids[d.prompt], texts, d))
     result = BenchResult(
         command=command,
         date=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        machine=machine() | ({"peer": peer.version} if peer else {}),
+        machine=machine(placement) | ({"peer": peer.version} if peer else {}),
         target=pair.target.name,
         drafter=pair.drafter,
         dtype=args.dtype,
@@ -216,23 +235,29 @@ def main(argv: Sequence[str] | None = None) -> int:
             for known in reliability_of(arm)
         ),
     )
-    wrote = [args.out / "bench.json"]
+    if first():
+        report(result, args.out, plots=not args.no_plot, started=started)
+    tie = max(NEAR_TIE[args.dtype], NEAR_TIE[args.cache_dtype])
+    return 1 if wrong_arms(checks, tie) else 0
+
+
+def report(result: BenchResult, out: Path, *, plots: bool, started: float) -> None:
+    """Writes the record and its pictures, and prints both tables and the record."""
+    wrote = [out / "bench.json"]
     wrote[0].write_text(result.to_json() + "\n")  # first: the rest can be made from it
     print(render_table(result))
-    print(render_checks(checks))
+    print(render_checks(result.checks))
     if result.reliability:
         print(render_reliability(result.reliability))
-    if not args.no_plot:
-        wrote.append(args.out / "curve.png")
+    if plots:
+        wrote.append(out / "curve.png")
         plot(result, wrote[-1])
         if any(known.arm == DCUT for known in result.reliability):
-            wrote.append(args.out / "reliability.png")
+            wrote.append(out / "reliability.png")
             plot_reliability(result, DCUT, wrote[-1])
     print(f"wrote {', '.join(map(str, wrote))}")
     print(f"took {time.perf_counter() - started:.0f} s")
     print(result.to_json())
-    tie = max(NEAR_TIE[args.dtype], NEAR_TIE[args.cache_dtype])
-    return 1 if wrong_arms(checks, tie) else 0
 
 
 def run_rounds(
@@ -346,8 +371,8 @@ def prefill_all(
     return ready
 
 
-def machine() -> dict[str, object]:
-    """Where this process runs."""
+def machine(placement: Placement | None = None) -> dict[str, object]:
+    """Where this process runs, and on which mesh."""
     device = jax.devices()[0]
 
     def git(*words: str) -> str:
@@ -360,6 +385,13 @@ def machine() -> dict[str, object]:
         except (OSError, subprocess.CalledProcessError):
             return ""
 
+    mesh: dict[str, object] = {}
+    if placement is not None:
+        mesh = {
+            "mesh": dict(placement.described),
+            "strategy": placement.strategy,
+            "processes": jax.process_count(),
+        }
     return {
         "device": device.device_kind,
         "cpu": cpu_model(),
@@ -368,7 +400,7 @@ def machine() -> dict[str, object]:
         "python": platform.python_version(),
         "commit": git("rev-parse", "--short", "HEAD"),
         "dirty": bool(git("status", "--porcelain")),
-    }
+    } | mesh
 
 
 if __name__ == "__main__":

@@ -199,8 +199,13 @@ class CostTable:
         Raises:
           CostError: naming the file, if it is not such a table.
         """
+        return cls.parse(path.read_text(errors="replace"), path)
+
+    @classmethod
+    def parse(cls, text: str, path: Path) -> "CostTable":
+        """The table of a file's text; `path` is for messages. Raises as `load` does."""
         try:
-            data: dict[str, Any] = json.loads(path.read_text())
+            data: dict[str, Any] = json.loads(text)
             if data["version"] != VERSION:
                 raise CostError(
                     f"{path}: table version {data['version']}, expected {VERSION}; "
@@ -214,7 +219,6 @@ class CostTable:
             return cls(Fingerprint(**print_), **tables)
         except CostError:
             raise
-        # Neither JSON nor even text: both are ValueErrors.
         except (KeyError, TypeError, ValueError, RecursionError) as e:
             raise CostError(
                 f"{path} is not a cost table ({e}); {HOW_TO_MEASURE}"

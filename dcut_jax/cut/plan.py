@@ -1,7 +1,9 @@
 """Which tier to run, and how many drafts of each request to verify in it."""
 
+from functools import partial
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -86,7 +88,102 @@ def plan(
     Source: D-Cut (arXiv 2607.14647), objective U, in draft indexing. The paper's code
     leaves the anchors out of it and has four fixed ratios in place of tiers.
     """
-    check_options(objective, ratios, tiers=rows_R.shape[0])
+    return plan_shards(
+        log_survival_BK,
+        active_B,
+        rows_R[None],
+        cost_ms_R,
+        weight_B=weight_B,
+        due_B=due_B,
+        objective=objective,
+        ratios=ratios,
+        backend=backend,
+    )
+
+
+def plan_shards(
+    log_survival_BK: Float32[Array, "B K"],
+    active_B: Bool[Array, "B"],
+    rows_SR: Int32[Array, "S R"],
+    cost_ms_R: Float32[Array, "R"],
+    *,
+    weight_B: Float32[Array, "B"] | None = None,
+    due_B: Bool[Array, "B"] | None = None,
+    objective: Objective = "tokens",
+    ratios: tuple[float, ...] | None = None,
+    backend: Backend = "xla",
+) -> Plan:
+    """`plan` for a batch whose S equal parts lie on shards of a mesh, in order.
+
+    All shards run one tier, because the step lasts until the last of them is done. In
+    each tier a shard's rows hold its own best drafts; a draft of a full shard cannot
+    take an idle one's row. The tier is the one that yields most over all shards. One
+    that does not hold some shard's anchors is never run.
+
+    Args:
+      rows_SR: rows of each tier on each shard; see `plan` for the rest.
+      cost_ms_R: time of a step of the whole mesh in each tier.
+    """
+    shards, tiers = rows_SR.shape
+    check_options(objective, ratios, tiers=tiers)
+    if weight_B is None:
+        weight_B = jnp.ones(active_B.shape, jnp.float32)
+    fill = partial(_fill_tiers, ratios=ratios, backend=backend)
+    if shards == 1:
+        filled = fill(log_survival_BK, active_B, rows_SR[0], weight_B, due_B)
+    else:
+
+        def cut(x_B: Array) -> Array:
+            return x_B.reshape(shards, -1, *x_B.shape[1:])
+
+        per_B = (log_survival_BK, active_B, weight_B, due_B)
+        survival_SBK, active_SB, weight_SB, due_SB = jax.tree.map(cut, per_B)
+        filled = _together(
+            jax.vmap(fill)(survival_SBK, active_SB, rows_SR, weight_SB, due_SB)
+        )
+
+    feasible_R = filled.fits_R & jnp.isfinite(cost_ms_R) & (cost_ms_R > 0)
+    if due_B is not None:
+        roomy_R = feasible_R & filled.due_fit_R
+        feasible_R = jnp.where(jnp.any(roomy_R), roomy_R, feasible_R)
+    yield_R = gain_R = jnp.where(filled.fits_R, filled.gain_R, 0.0)
+    if objective == "tokens":
+        yield_R += jnp.sum(jnp.where(active_B, weight_B, 0.0))
+    utility_R = jnp.where(feasible_R, yield_R / cost_ms_R, -jnp.inf)
+    tier = jnp.argmax(utility_R).astype(jnp.int32)  # the first, so the narrowest
+    runnable = jnp.any(feasible_R)
+    keep_B = jnp.where(runnable, filled.keep_RB[tier], 0)
+    kept_BK = jnp.arange(log_survival_BK.shape[1])[None] < keep_B[:, None]
+    return Plan(
+        keep_B=keep_B,
+        tier=tier,
+        budget=jnp.sum(keep_B, dtype=jnp.int32),
+        gain=jnp.sum(jnp.where(kept_BK, jnp.exp(log_survival_BK), 0.0)),
+        gain_R=gain_R,
+        utility_R=utility_R,
+    )
+
+
+class _Filled(NamedTuple):
+    """Every tier with its best drafts."""
+
+    keep_RB: Int32[Array, "R B"]
+    gain_R: Float32[Array, "R"]  # weighted; of no meaning where the anchors do not fit
+    fits_R: Bool[Array, "R"]  # whether anchors and drafts do
+    due_fit_R: Bool[Array, "R"]  # whether a draft of everybody who is due does
+
+
+def _fill_tiers(
+    log_survival_BK: Array,
+    active_B: Array,
+    rows_R: Array,
+    weight_B: Array,
+    due_B: Array | None,
+    *,
+    ratios: tuple[float, ...] | None,
+    backend: Backend,
+) -> _Filled:
+    """The best drafts for every tier, of requests that share its rows."""
     active_count = jnp.sum(active_B, dtype=jnp.int32)
     selectable = selectable_drafts(log_survival_BK, active_B)
     if ratios is None:
@@ -97,38 +194,30 @@ def plan(
         budget_R = jnp.minimum(wanted_R, selectable)
     fits_R = (budget_R >= 0) & (active_count + budget_R <= rows_R)
     budget_R = jnp.where(fits_R, budget_R, 0)
-    feasible_R = fits_R & jnp.isfinite(cost_ms_R) & (cost_ms_R > 0)
 
-    if weight_B is None:
-        weight_B = jnp.ones(active_B.shape, jnp.float32)
     value_BK = log_survival_BK + jnp.log(weight_B)[:, None]
-    rank_BK = value_BK
+    rank_BK, due_fit_R = value_BK, fits_R
     if due_B is not None:
         due_B = due_B & active_B & ~jnp.isnan(value_BK[:, 0])
         rank_BK = put_first(value_BK, due_B)
-        roomy_R = feasible_R & (budget_R >= jnp.sum(due_B, dtype=jnp.int32))
-        feasible_R = jnp.where(jnp.any(roomy_R), roomy_R, feasible_R)
+        due_fit_R = budget_R >= jnp.sum(due_B, dtype=jnp.int32)
 
     topk = budget_topk(rank_BK, active_B, budget_R, backend=backend)
     gain_R = topk.gain_R
     if due_B is not None:  # then they were not ranked by what they are worth
         worth_R = kept_worth(value_BK, topk.keep_RB)
         gain_R = jnp.where(jnp.any(due_B), worth_R, gain_R)
-    yield_R = gain_R = jnp.where(fits_R, gain_R, 0.0)
-    if objective == "tokens":
-        yield_R += jnp.sum(jnp.where(active_B, weight_B, 0.0))
-    utility_R = jnp.where(feasible_R, yield_R / cost_ms_R, -jnp.inf)
-    tier = jnp.argmax(utility_R).astype(jnp.int32)  # the first, so the narrowest
-    runnable = jnp.any(feasible_R)
-    keep_B = jnp.where(runnable, topk.keep_RB[tier], 0)
-    kept_BK = jnp.arange(log_survival_BK.shape[1])[None] < keep_B[:, None]
-    return Plan(
-        keep_B=keep_B,
-        tier=tier,
-        budget=jnp.sum(keep_B, dtype=jnp.int32),
-        gain=jnp.sum(jnp.where(kept_BK, jnp.exp(log_survival_BK), 0.0)),
-        gain_R=gain_R,
-        utility_R=utility_R,
+    return _Filled(topk.keep_RB, gain_R, fits_R, due_fit_R)
+
+
+def _together(filled_S: _Filled) -> _Filled:
+    """What all shards do in each tier, from what each does."""
+    shards, tiers, slots = filled_S.keep_RB.shape
+    return _Filled(
+        keep_RB=filled_S.keep_RB.swapaxes(0, 1).reshape(tiers, shards * slots),
+        gain_R=jnp.sum(filled_S.gain_R, axis=0),
+        fits_R=jnp.all(filled_S.fits_R, axis=0),
+        due_fit_R=jnp.all(filled_S.due_fit_R, axis=0),
     )
 
 

@@ -20,6 +20,12 @@ _HALF_LIFE = 256
 _NEWS = 16
 # Most weight of a step in the running ratio of accepted to predicted drafts.
 _MOST_RATE = 0.05
+# Relative standard error of that ratio before any evidence, and the variance of an
+# accepted count over its mean: drafts of a request are accepted together.
+_PRIOR_ERROR = 0.2
+_DISPERSION = 1.5
+# Steps' time that a width's budget for probes may save up.
+_SAVED_STEPS = 3
 # Times `probe_every` after which the narrowest width is probed whatever it costs.
 _LONGEST_SPELL = 8
 
@@ -61,6 +67,12 @@ class Promise(NamedTuple):
 
     per_ms: float  # worth per anchor and ms
     ms: float
+    risk: float = 0.0  # one standard error of `per_ms`, as a share of it
+
+    @property
+    def safe_per_ms(self) -> float:
+        """What it yields if its drafts do worse than expected."""
+        return self.per_ms * (1 - self.risk)
 
 
 class _Charge(NamedTuple):
@@ -147,6 +159,13 @@ class _Ratio:
         scale = self.predicted / self.requests * self.prior
         return (self.accepted + prior * scale) / (self.predicted + scale)
 
+    @property
+    def error(self) -> float:
+        """Relative standard error of the ratio."""
+        # Of exponential weights, about half the sum is as good as independent steps.
+        evidence = self.accepted / 2 / _DISPERSION
+        return (_PRIOR_ERROR**-2 + evidence) ** -0.5
+
 
 @dataclass
 class WidthChooser:
@@ -155,7 +174,10 @@ class WidthChooser:
     To choose from: plain decoding (width 0); for each drafting width a step that
     verifies all drafts and plans nothing, and one whose drafts a plan cuts. The first
     two take the executables of plain and of fixed-width decoding, and do no other work.
-    Each kind must be worth `margin` more than the best of those before it.
+    Each kind must be worth `margin` more than the best of those before it, and what is
+    to replace plain decoding, by its lower estimate: plain decoding yields what it
+    yields, but a promise of drafts is a guess, and the best of several guesses is
+    most often one that errs upwards.
 
     A planned step of width `w` shows what every tier would have gained at every width
     up to `w`, of live confidences. Remembered gains are weighed against the costs as
@@ -169,8 +191,9 @@ class WidthChooser:
     Probes are paid for from a fixed share of the time, an equal part for each width, so
     one that costs much is rare. Each is charged what it is expected to lose, and once
     its outcome is known what it did: promises err, and what they err by would otherwise
-    be lost again and again. Only the narrowest is never left out for longer than eight
-    times `probe_every` steps.
+    be lost again and again. A width that promises more than plain decoding but not
+    safely is tried at once, and for as long as its budget covers what it loses. Only
+    the narrowest is never left out for longer than eight times `probe_every` steps.
 
     Attributes:
       widths: the ladder, rising. With 0 in it, a step may draft nothing.
@@ -244,8 +267,10 @@ class WidthChooser:
             if not some:
                 continue
             best = max(some, key=lambda c: promises[c].per_ms)
-            if found is None or promises[best].per_ms > bar:
-                found, bar = best, promises[best].per_ms * (1 + self.margin)
+            promise = promises[best]
+            worth = promise.safe_per_ms if found == PLAIN else promise.per_ms
+            if found is None or worth > bar:
+                found, bar = best, promise.per_ms * (1 + self.margin)
         assert found is not None, "some step can always be taken"
         return found
 
@@ -265,13 +290,18 @@ class WidthChooser:
             behind = 1 - promise.per_ms / most if most > 0 else 0.0
             loss_ms = promise.ms * max(behind, 0.0)
             # Each has its own budget: a cheap probe takes nothing from a dear one. It
-            # holds one probe, so that no burst follows a long calm spell.
-            budget_ms = min(self._budget_ms.get(width, 0.0) + earned_ms, loss_ms)
+            # holds a few steps, so that no burst follows a long calm spell.
+            most_ms = max(loss_ms, _SAVED_STEPS * promise.ms)
+            budget_ms = min(self._budget_ms.get(width, 0.0) + earned_ms, most_ms)
             self._budget_ms[width] = budget_ms
             waited = step - self._looked.get(width, -self.probe_every)
             longest = self.probe_every * _LONGEST_SPELL
             forced = width == self.drafting[0] and waited >= longest
-            if forced or (waited >= self.probe_every and budget_ms >= loss_ms):
+            # What may be better than plain decoding is tried again once it is known
+            # how the last try went, for as long as tries do not lose.
+            doubted = best == PLAIN and loss_ms == 0 and width not in self._charged
+            affordable = budget_ms >= loss_ms
+            if forced or affordable and (doubted or waited >= self.probe_every):
                 due[choice] = _Charge(promise, most, loss_ms)
         if not due:
             return None
@@ -306,7 +336,7 @@ class WidthChooser:
         per_ms_JR = (1 + scale * looks.share_JR) / cost_ms_R
         per_ms = float(weight_J @ per_ms_JR.max(axis=1)) * self._ease(looks)
         ms = float(weight_J @ cost_ms_R[per_ms_JR.argmax(axis=1)])
-        return Promise(per_ms, ms)
+        return Promise(per_ms, ms, self._risk(m, per_ms * ms))
 
     def _full(self, m: int, cost_ms: float) -> Promise:
         """The same where all drafts are verified; they are in the last tier."""
@@ -315,7 +345,13 @@ class WidthChooser:
             return Promise(0.0, cost_ms)
         share = float(looks.weight_J @ looks.share_JR[:, -1])
         worth = 1 + self.scale(self.drafting[m]) * share
-        return Promise(worth * self._ease(looks) / cost_ms, cost_ms)
+        worth = worth * self._ease(looks)
+        return Promise(worth / cost_ms, cost_ms, self._risk(m, worth))
+
+    def _risk(self, m: int, worth: float) -> float:
+        """One standard error of `worth` an anchor, as a share: its drafts may fail."""
+        own = self._own.get(self.drafting[m], _Ratio())
+        return own.error * max(1 - 1 / worth, 0.0) if worth > 0 else 0.0
 
     def _ease(self, looks: _Looks) -> float:
         """How much easier the texts of late are than those of these looks.

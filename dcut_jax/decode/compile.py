@@ -25,6 +25,8 @@ from dcut_jax.decode.decide import (
     init_memory,
 )
 from dcut_jax.decode.pack import Layout
+from dcut_jax.decode.placing import Places
+from dcut_jax.decode.shards import from_first
 from dcut_jax.decode.state import DecodeState, init_state
 
 Executable = Callable[..., Any]
@@ -47,21 +49,29 @@ class Compiler:
         self._preparing = False
         self._kept: dict[Any, Executable] = {}
         self._params = jax.tree.map(lambda x: _shape(x.shape, x.dtype), models.params)
+        self._at = Places(models, models.placement) if models.placement else None
 
     def require(self, models: S.Models, cache_dtype: Any) -> None:
         """Raises ValueError unless these are what it compiles for."""
         theirs = jax.tree.map(lambda x: _shape(x.shape, x.dtype), models.params)
-        same = (models.target, models.drafter, theirs, jnp.dtype(cache_dtype)) == (
+        same = (
+            models.target,
+            models.drafter,
+            models.placement,
+            theirs,
+            jnp.dtype(cache_dtype),
+        ) == (
             self.models.target,
             self.models.drafter,
+            self.models.placement,
             self._params,
             self.cache_dtype,
         )
         if not same:
             raise ValueError(
-                "expected the models and the cache dtype that this Compiler was made "
-                f"for (caches in {self.cache_dtype}), found others; make one Compiler "
-                "per pair of models and cache dtype"
+                "expected the models, the mesh and the cache dtype that this Compiler "
+                f"was made for (caches in {self.cache_dtype}), found others; make one "
+                "Compiler per pair of models, mesh and cache dtype"
             )
 
     def prepare(self, jobs: Sequence[Callable[[], Executable]]) -> None:
@@ -91,11 +101,35 @@ class Compiler:
                     f"{key[0]} of {key[1:]} was not prepared; an engine compiles all "
                     f"that its policy can ask for when it is built"
                 )
-            step = build()
-            jitted = jax.jit(step.fn, donate_argnums=step.donated)
-            lowered = jitted.lower(*step.args)
+            lowered = self._lowered(build())
             self._kept[key] = lowered.compile(compiler_options=_compiler_options())
         return self._kept[key]
+
+    def _lowered(self, step: "_Step") -> Any:
+        placement, at = self.models.placement, self._at
+        if placement is None or at is None:
+            return jax.jit(step.fn, donate_argnums=step.donated).lower(*step.args)
+        ins, outs = (
+            jax.tree.map(lambda name: getattr(at, name), names)
+            for names in (step.ins, step.outs)
+        )
+        fn = step.fn
+        if not step.whole:
+            # Unchecked: what is replicated is so by the gathers that `steps` ends with.
+            fn = jax.shard_map(
+                fn,
+                mesh=placement.mesh,
+                in_specs=ins,
+                out_specs=outs,
+                check_vma=False,
+            )
+        jitted = jax.jit(
+            fn,
+            donate_argnums=step.donated,
+            in_shardings=jax.tree.map(placement.sharding, ins),
+            out_shardings=jax.tree.map(placement.sharding, outs),
+        )
+        return jitted.lower(*step.args)
 
     def _state(self, shapes: S.StepShapes) -> DecodeState:
         return jax.eval_shape(
@@ -113,6 +147,32 @@ class Compiler:
             )
         )
 
+    def start(self, shapes: S.StepShapes) -> Callable[[], tuple[DecodeState, S.Caches]]:
+        """`() -> (state, caches)` of slots that are all empty."""
+
+        def fn() -> tuple[DecodeState, S.Caches]:
+            state = init_state(shapes.slots, shapes.stops, shapes.sampling)
+            return state, S.init_caches(
+                self.models,
+                shapes.slots,
+                shapes.positions,
+                self.cache_dtype,
+                decodes=True,
+            )
+
+        if self.models.placement is None:
+            return fn  # nothing to compile, and nothing that waits for it
+        step = _Step(fn, (), (), ("slots", "caches"), whole=True)
+        return self._get(("start", shapes), lambda: step)
+
+    def agree(self) -> Executable:
+        """`number_1 -> number_1`, the one that the first process gives."""
+        placement = self.models.placement
+        assert placement is not None, "one process has nobody to agree with"
+        fn = partial(from_first, axes=placement.mesh.axis_names)
+        step = _Step(fn, (_floats(1),), ("whole",), "whole")
+        return self._get(("agree",), lambda: step)
+
     def draft(self, shapes: S.StepShapes, width: int) -> Executable:
         """`(params, drafter cache, state) -> Proposal`."""
 
@@ -125,7 +185,8 @@ class Compiler:
                 backends=shapes.backends,
             )
             kv = self._caches(shapes).drafter
-            return _Step(fn, (self._params, kv, self._state(shapes)))
+            args = (self._params, kv, self._state(shapes))
+            return _Step(fn, args, ("params", "kv", "slots"), "whole")
 
         return self._get(("draft", shapes, width), build)
 
@@ -144,7 +205,8 @@ class Compiler:
             proposal = Proposal(_ints(B, K), _floats(B, K))
             memory = jax.eval_shape(lambda: init_memory(B, K))
             args = (proposal, self._state(shapes), memory, situation, wire, wire)
-            return _Step(partial(decide, key=key), args)
+            fn = partial(decide, key=key, placement=self.models.placement)
+            return _Step(fn, args, ("whole", "slots", *["whole"] * 4), "whole")
 
         return self._get(("decide", shapes, key), build)
 
@@ -162,24 +224,29 @@ class Compiler:
                 backends=shapes.backends,
             )
             kv, state = self._caches(shapes).target, self._state(shapes)
-            return _Step(fn, (self._params, kv, state, _ints(B, K), _ints(B)))
+            args = (self._params, kv, state, _ints(B, K), _ints(B))
+            ins = ("params", "kv", "slots", "whole", "whole")
+            return _Step(fn, args, ins, ("whole", "slots", "fresh"))
 
         return self._get(("verify", shapes, lay), build)
 
     def commit(self, shapes: S.StepShapes, rows: int) -> Executable:
-        """`(caches, Fresh) -> caches`; the caches are donated."""
+        """`(caches, Fresh) -> caches`; the caches are donated. `rows`: of a shard."""
 
         def build() -> _Step:
+            T = rows * shapes.shards
+
             def kv_rows(cfg: Any) -> Any:
-                return _floats(cfg.layers, rows, cfg.kv_heads, cfg.head_dim)
+                return _floats(cfg.layers, T, cfg.kv_heads, cfg.head_dim)
 
             target, cfg = kv_rows(self.models.target), self.models.drafter
             other, tap = kv_rows(cfg) if cfg else None, None
-            if S.defers(self.models, rows, shapes.slots):
-                other, tap = None, _floats(rows, self.models.tap_columns)
-            place = _ints(rows), _ints(rows), _shape((rows,), jnp.bool_)
+            if S.defers(self.models, rows, shapes.own_slots):
+                other, tap = None, _floats(T, self.models.tap_columns)
+            place = _ints(T), _ints(T), _shape((T,), jnp.bool_)
             fresh = S.Fresh(target, target, other, other, tap, *place)
-            return _Step(S.commit, (self._caches(shapes), fresh), donated=0)
+            args = (self._caches(shapes), fresh)
+            return _Step(S.commit, args, ("caches", "fresh"), "caches", donated=0)
 
         return self._get(("commit", shapes, rows), build)
 
@@ -188,7 +255,8 @@ class Compiler:
 
         def build() -> _Step:
             fn = partial(S.catch_up, models=self.models, steps=steps)
-            return _Step(fn, (self._params, self._caches(shapes)), donated=1)
+            args = (self._params, self._caches(shapes))
+            return _Step(fn, args, ("params", "caches"), "caches", donated=1)
 
         return self._get(("catch_up", shapes, steps), build)
 
@@ -203,7 +271,8 @@ class Compiler:
             self.cache_dtype,
             decodes=False,
         )
-        return self._get(("empty", one), lambda: _Step(fn, ()))
+        step = _Step(fn, (), (), "one_caches", whole=True)
+        return self._get(("empty", one), lambda: step)
 
     def prefill(self, shapes: S.StepShapes, chunk: int) -> Executable:
         """See `steps.prefill`; the caches are donated."""
@@ -220,7 +289,8 @@ class Compiler:
                 logprobs=shapes.logprobs,
                 backends=shapes.backends,
             )
-            return _Step(fn, args, donated=1)
+            ins = ("params", "one_caches", *["whole"] * 4)
+            return _Step(fn, args, ins, ("one_caches", "whole"), donated=1)
 
         return self._get(("prefill", one, chunk), build)
 
@@ -232,7 +302,9 @@ class Compiler:
             numbers = (*[_ints()] * 4, _ints(state.stop_BZ.shape[1]))
             caches = self._caches(shapes), self._caches(one, decodes=False)
             args = (state, *caches, *numbers, self._state(one).sampling)
-            return _Step(S.insert, args, donated=1)
+            fn = partial(S.insert, slot_axes=self.models.slot_axes)
+            ins = ("slots", "caches", "one_caches", *["whole"] * 6)
+            return _Step(fn, args, ins, ("slots", "caches"), donated=1)
 
         return self._get(("insert", shapes), build)
 
@@ -240,18 +312,31 @@ class Compiler:
         """See `steps.release`."""
 
         def build() -> _Step:
-            return _Step(S.release, (self._state(shapes), _ints()))
+            fn = partial(S.release, slot_axes=self.models.slot_axes)
+            args = (self._state(shapes), _ints())
+            return _Step(fn, args, ("slots", "whole"), "slots")
 
         return self._get(("release", shapes), build)
 
 
 @dataclass(frozen=True)
 class _Step:
-    """What to compile: a function, the shapes of its arguments, and which it eats."""
+    """What to compile.
+
+    Attributes:
+      fn: a function; on a mesh, of one device's part of everything.
+      args: the shapes of its arguments, of the whole mesh.
+      ins, outs: names in `Places` of where arguments and results lie.
+      donated: the argument that it eats.
+      whole: whether `fn` is of the whole mesh, and not of a device's part.
+    """
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
+    ins: Any
+    outs: Any
     donated: int | tuple[int, ...] = ()
+    whole: bool = False
 
 
 def _compiler_options() -> dict[str, Any]:

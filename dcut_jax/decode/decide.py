@@ -23,9 +23,11 @@ from dcut_jax.cut.calibration import (
     observe,
 )
 from dcut_jax.cut.numpy_plan import Objective
-from dcut_jax.cut.plan import Plan, plan
+from dcut_jax.cut.plan import Plan, plan_shards
 from dcut_jax.cut.survival import log_survival
+from dcut_jax.decode.shards import from_first, gathered
 from dcut_jax.decode.state import ACCEPTED, DecodeState
+from dcut_jax.mesh import Placement
 from pallas_kernels.backends import Backend
 
 
@@ -88,6 +90,7 @@ class PlanKey:
       calibrated: whether chances are learned; if not, confidences stand for them.
       patience: drafting steps after which a draft of a request is verified whatever it
         is worth; None: never.
+      shards: parts of the batch that pack apart; tiers are then rows of one part.
     """
 
     rows_R: tuple[int, ...]
@@ -97,6 +100,7 @@ class PlanKey:
     backend: Backend
     calibrated: bool
     patience: int | None
+    shards: int = 1
 
 
 @flax.struct.dataclass
@@ -125,6 +129,7 @@ def decide(
     previous_BX: Int32[Array, "B X"],
     *,
     key: PlanKey,
+    placement: Placement | None = None,
 ) -> tuple[Int32[Array, "B"], Memory, Int32[Array, "N X"]]:
     """Plans the step; returns what to keep, and all that the host reads, in one array.
 
@@ -134,26 +139,31 @@ def decide(
     Args:
       planned_BX: outcome of the last planned step, in its wire form.
       previous_BX: outcome of the last step of any kind.
+      placement: the mesh over which this is mapped, if it is. Then `state` alone is of
+        a shard's own slots. Every device plans, and all take the first one's word.
 
     Returns:
       Drafts to verify, the memory, and `previous_BX` with rows below it that
       `read_decision` reads.
     """
+    active_B = state.active_B
+    if placement is not None:
+        active_B = gathered(active_B, placement.slot_axes)
     memory = take_in(memory, planned_BX[:, ACCEPTED], key)
     logp_BK = calibrate(memory.calibration, proposal.logp_BK)
     survival_BK = log_survival(logp_BK)
     # An empty slot leaves a row empty: layouts hold `rows - slots` drafts, no more.
-    empty = jnp.sum(~state.active_B, dtype=jnp.int32)
-    rows_R = jnp.asarray(key.rows_R, jnp.int32) - empty
+    empty_S = jnp.sum(~active_B.reshape(key.shards, -1), axis=1, dtype=jnp.int32)
+    rows_SR = jnp.asarray(key.rows_R, jnp.int32)[None] - empty_S[:, None]
     slot_K = jnp.arange(logp_BK.shape[1])[None]
 
     def plan_for(
         survival_BK: Array, cost_ms_R: Array, due_B: Array | None = None
     ) -> Plan:
-        return plan(
+        return plan_shards(
             survival_BK,
-            state.active_B,
-            rows_R,
+            active_B,
+            rows_SR,
             cost_ms_R,
             weight_B=situation.weight_B,
             due_B=due_B,
@@ -165,13 +175,13 @@ def decide(
     gain_MR, full_M = [], []
     for m, width in enumerate(key.widths):
         cut_BK = jnp.where(slot_K < width, survival_BK, jnp.nan)
-        counted_BK = state.active_B[:, None] & ~jnp.isnan(cut_BK)
+        counted_BK = active_B[:, None] & ~jnp.isnan(cut_BK)
         full_M.append(jnp.sum(jnp.where(counted_BK, jnp.exp(cut_BK), 0.0)))
         gain_R = plan_for(cut_BK, situation.cost_ms_MR[m]).gain_R
         gain_MR.append(jnp.where(m <= situation.width_index, gain_R, jnp.nan))
 
     before_B = jnp.where(situation.all_verified, 0, memory.waited_B)
-    waited_B = jnp.where(state.active_B, before_B + 1, 0)
+    waited_B = jnp.where(active_B, before_B + 1, 0)
     due_B = None if key.patience is None else waited_B >= key.patience
     chosen = plan_for(survival_BK, situation.cost_ms_MR[situation.width_index], due_B)
     memory = replace(
@@ -186,7 +196,10 @@ def decide(
         jnp.stack([chosen.tier, chosen.budget]),
         lax.bitcast_convert_type(floats, jnp.int32),
     ]
-    return chosen.keep_B, memory, below(previous_BX, jnp.concatenate(told))
+    decided = chosen.keep_B, memory, below(previous_BX, jnp.concatenate(told))
+    if placement is not None:
+        decided = from_first(decided, placement.mesh.axis_names)
+    return decided
 
 
 def take_in(memory: Memory, accepted_B: Int32[Array, "B"], key: PlanKey) -> Memory:

@@ -63,5 +63,8 @@ def put_off(
 
 
 def emptied(deferred: Deferred, slot: Int[Array, ""]) -> Deferred:
-    """The same with nothing waiting in a slot, which gets another request."""
-    return replace(deferred, count_B=deferred.count_B.at[slot].set(0))
+    """The same with nothing waiting in a slot, which gets another request.
+
+    A slot beyond the last is none.
+    """
+    return replace(deferred, count_B=deferred.count_B.at[slot].set(0, mode="drop"))

@@ -25,6 +25,7 @@ def propose(
     hidden_BKE: Float[Array, "B K E"],
     anchor_B: Int32[Array, "B"],
     head_VE: Float[Array, "V E"],
+    over: str | None = None,
     backends: Backends = PLAIN,
 ) -> Top1:
     """The drafts of a block, `[B, K]`, and the log of the chance that each is accepted.
@@ -37,6 +38,7 @@ def propose(
       hidden_BKE: see `drafter.block_forward`.
       anchor_B: the token before the first draft.
       head_VE: the target's LM head.
+      over: the mesh axis that both are cut over, see `models.collectives`.
       backends: the form of `head_confidence`; a Markov head wants logits instead.
 
     Returns:
@@ -45,7 +47,8 @@ def propose(
       decoding, `cut.calibration`, comes on top of either.
     """
     if cfg.markov_rank:
-        best = _one_by_one(params, dense.logits(hidden_BKE, head_VE), anchor_B)
+        logits_BKV = dense.logits(hidden_BKE, head_VE)
+        best = _one_by_one(params, logits_BKV, anchor_B, over)
     else:
         B, K, E = hidden_BKE.shape
         sure = head_confidence(
@@ -53,12 +56,13 @@ def propose(
             head_VE,
             backend=backends.confidence,
             chunk=backends.head_chunk,
+            over=over,
         )
         best = Top1(sure.token.reshape(B, K), sure.logp.reshape(B, K))
     if not cfg.confidence_head:
         return best
     previous_BK = jnp.concatenate([anchor_B[:, None], best.token[:, :-1]], axis=1)
-    logit_BK = drafter.confidence_logit(params, cfg, hidden_BKE, previous_BK)
+    logit_BK = drafter.confidence_logit(params, cfg, hidden_BKE, previous_BK, over)
     return Top1(best.token, jax.nn.log_sigmoid(logit_BK))
 
 
@@ -66,13 +70,14 @@ def _one_by_one(
     params: dict[str, Any],
     logits_BKV: Float[Array, "B K V"],
     anchor_B: Int32[Array, "B"],
+    over: str | None,
 ) -> Top1:
     """Drafts of which each biases the logits of the next."""
 
     def step(token_B: Array, k: Array) -> tuple[Array, Top1]:
         # A slice in the loop: as a scanned input the logits would be copied, K first.
         base_BV = lax.dynamic_index_in_dim(logits_BKV, k, axis=1, keepdims=False)
-        sure = from_logits(base_BV + drafter.markov_bias(params, token_B))
+        sure = from_logits(base_BV + drafter.markov_bias(params, token_B, over), over)
         return sure.token, Top1(sure.token, sure.logp)
 
     slot_K = jnp.arange(logits_BKV.shape[1])

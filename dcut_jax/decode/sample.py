@@ -53,6 +53,7 @@ def next_token(
     logits_TV: Float32[Array, "T V"],
     sampling: Sampling,
     position_T: Int32[Array, "T"],
+    over: str | None = None,
 ) -> Int32[Array, "T"]:
     """The token after each row.
 
@@ -60,16 +61,21 @@ def next_token(
       logits_TV: float32. A row with a NaN or +inf gets some valid token.
       sampling: one entry per row.
       position_T: position of the token that is chosen.
+      over: the mesh axis over which words are cut, if they are. To draw, logits are
+        gathered: a draw's sums are then the ones of a single device.
     """
-    best_T = top1(logits_TV).token
+    best_T = top1(logits_TV, over).token
     warm_T = sampling.temperature > 0
 
     def drawn() -> Array:
         # A greedy row takes part with temperature 1 and is not selected below: nothing
         # is divided by a stand-in for zero.
         heat_T = jnp.where(warm_T, sampling.temperature, 1.0)
+        all_TV = logits_TV
+        if over is not None:
+            all_TV = lax.all_gather(logits_TV, over, axis=1, tiled=True)
         # Thresholds and what is compared with them have to be the same numbers.
-        weight_TV = lax.optimization_barrier(weights(logits_TV, heat_T))
+        weight_TV = lax.optimization_barrier(weights(all_TV, heat_T))
         kept_TV = jnp.where(keep(weight_TV, sampling), weight_TV, 0.0)
         token_T = pick(kept_TV, uniform(sampling.seed, position_T))
         total_T = jnp.sum(kept_TV, axis=1)  # NaN where a logit is
@@ -79,12 +85,24 @@ def next_token(
 
 
 def log_probability(
-    logits_TV: Float32[Array, "T V"], token_T: Int32[Array, "T"]
+    logits_TV: Float32[Array, "T V"],
+    token_T: Int32[Array, "T"],
+    over: str | None = None,
 ) -> Float32[Array, "T"]:
-    """Log of a token's softmax probability in its row, at temperature 1, all kept."""
-    best = top1(logits_TV)
+    """Log of a token's softmax probability in its row, at temperature 1, all kept.
+
+    `over`: see `next_token`.
+    """
+    best = top1(logits_TV, over)
     pair_T2 = jnp.stack([token_T, best.token], axis=1)
-    logit_T2 = jnp.take_along_axis(logits_TV, pair_T2, axis=1)
+    if over is None:
+        logit_T2 = jnp.take_along_axis(logits_TV, pair_T2, axis=1)
+    else:  # one device has the word; the others add nothing
+        own_T2 = pair_T2 - lax.axis_index(over) * logits_TV.shape[1]
+        mine_T2 = (own_T2 >= 0) & (own_T2 < logits_TV.shape[1])
+        at_T2 = jnp.where(mine_T2, own_T2, 0)
+        found_T2 = jnp.take_along_axis(logits_TV, at_T2, axis=1)
+        logit_T2 = lax.psum(jnp.where(mine_T2, found_T2, 0.0), over)
     return best.logp + (logit_T2[:, 0] - logit_T2[:, 1])
 
 

@@ -18,8 +18,10 @@ from dcut_jax.decode.defer import Deferred, emptied, nothing_deferred, put_off
 from dcut_jax.decode.pack import Layout, Packed, layout, pack, unpack
 from dcut_jax.decode.propose import propose
 from dcut_jax.decode.sample import Sampling, log_probability, next_token
+from dcut_jax.decode.shards import Axes, gathered, own, own_slot
 from dcut_jax.decode.state import COUNTS, DecodeState, Outcome, to_wire
 from dcut_jax.decode.verify import prefill_rows, verify_rows
+from dcut_jax.mesh import Placement
 from dcut_jax.models import dense, drafter
 from dcut_jax.models.cache import KvCache, init_cache, write_rows, write_slot
 from pallas_kernels.backends import PLAIN, Backends
@@ -32,11 +34,35 @@ class Models:
 
     `params` holds `target`; with a drafter also `drafter`, and `draft_embed_VE` and
     `draft_head_VE`, the target's tables in the drafter's dtype.
+
+    With a `placement` parameters lie on its mesh (`decode.placing.on_mesh` puts them
+    there), and the functions below are mapped over it: each device runs them with its
+    own parameters and slots.
     """
 
     target: ModelConfig
     drafter: DrafterConfig | None
     params: dict[str, Any]
+    placement: Placement | None = None
+
+    @property
+    def over(self) -> str | None:
+        """The mesh axis that parameters are cut over, see `models.collectives`."""
+        return self.placement.model_axis if self.placement else None
+
+    @property
+    def slot_axes(self) -> tuple[str, ...]:
+        """The mesh axes that slots are dealt over, see `decode.shards`."""
+        return self.placement.slot_axes if self.placement else ()
+
+    @property
+    def shards(self) -> int:
+        """Parts that slots are dealt into."""
+        return self.placement.shards if self.placement else 1
+
+    def even(self, slots: int) -> int:
+        """The next number of slots that can be dealt evenly."""
+        return -(-slots // self.shards) * self.shards
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -120,6 +146,7 @@ def draft(
         state.length_B,
         kv,
         width,
+        models.over,
     )
     best = propose(
         params["drafter"],
@@ -127,12 +154,14 @@ def draft(
         hidden_BKE,
         state.anchor_B,
         params["draft_head_VE"],
+        models.over,
         backends,
     )
     pad = ((0, 0), (0, columns - width))
-    return Proposal(
+    proposal = Proposal(
         jnp.pad(best.token, pad), jnp.pad(best.logp, pad, constant_values=jnp.nan)
     )
+    return gathered(proposal, models.slot_axes)
 
 
 def verify(
@@ -148,7 +177,13 @@ def verify(
     logprobs: bool = False,
     backends: Backends = PLAIN,
 ) -> tuple[Array, DecodeState, Fresh]:
-    """Checks anchors and kept drafts; the outcome comes in its wire form."""
+    """Checks anchors and kept drafts; the outcome comes in its wire form.
+
+    On a mesh `token_BK`, `keep_B` and the outcome are of all slots, the rest of those
+    of the shard, which has a layout of its own rows.
+    """
+    token_BK = own(token_BK, lay.slots, models.slot_axes)
+    keep_B = own(keep_B, lay.slots, models.slot_axes)
     packed = pack(keep_B, state.active_B, lay.rows)
     block_BW = jnp.concatenate([state.anchor_B[:, None], token_BK], axis=1)
     token_T = block_BW[packed.owner_T, packed.offset_T]
@@ -161,6 +196,7 @@ def verify(
         packed,
         lay,
         models.taps,
+        models.over,
     )
     chosen = choose(
         params,
@@ -170,13 +206,14 @@ def verify(
         else jax.tree.map(lambda x: x[packed.owner_T], state.sampling),
         state.length_B[packed.owner_T] + packed.offset_T + 1,
         logprobs,
+        models.over,
         backends,
     )
     predicted_BW = unpack(chosen.token, packed, lay.width)
     outcome, after = accept(predicted_BW, token_BK, keep_B, state)
     if chosen.logp is not None:
         outcome = replace(outcome, logp_BW=unpack(chosen.logp, packed, lay.width))
-    wire_BX = to_wire(widen(outcome, wire_width))
+    wire_BX = gathered(to_wire(widen(outcome, wire_width)), models.slot_axes)
     defer = defers(models, lay.rows, lay.slots)
     fresh = fresh_rows(params, models, rows, packed, state, outcome, defer=defer)
     return wire_BX, after, fresh
@@ -200,18 +237,24 @@ def choose(
     sampling: Sampling | None,
     position_T: Array,
     logprobs: bool,
+    over: str | None,
     backends: Backends,
 ) -> Chosen:
     """The target's token for each of `position_T`, from the row before it."""
     head_VE = dense.head_VE(params["target"])
     if sampling is None:
         best = head_confidence(
-            hidden_TE, head_VE, backend=backends.confidence, chunk=backends.head_chunk
+            hidden_TE,
+            head_VE,
+            backend=backends.confidence,
+            chunk=backends.head_chunk,
+            over=over,
         )
         return Chosen(best.token, best.logp if logprobs else None)
     logits_TV = dense.logits(hidden_TE, head_VE)
-    token_T = next_token(logits_TV, sampling, position_T)
-    return Chosen(token_T, log_probability(logits_TV, token_T) if logprobs else None)
+    token_T = next_token(logits_TV, sampling, position_T, over)
+    logp_T = log_probability(logits_TV, token_T, over) if logprobs else None
+    return Chosen(token_T, logp_T)
 
 
 def widen(outcome: Outcome, width: int) -> Outcome:
@@ -261,7 +304,7 @@ def draft_context(
     if models.drafter is None:
         return None, None
     weights = params["drafter"]
-    ctx_TE = drafter.context(weights, models.drafter, taps_TC)
+    ctx_TE = drafter.context(weights, models.drafter, taps_TC, models.over)
     return drafter.context_kv(weights, models.drafter, ctx_TE, position_T)
 
 
@@ -328,11 +371,15 @@ def prefill(
         token_P,
         jnp.zeros((), jnp.int32),
         length,
+        count,
         models.taps,
+        models.over,
     )
     last_E = rows.hidden[count - 1]
     position_1 = (length + count)[None]
-    chosen = choose(params, last_E[None], sampling, position_1, logprobs, backends)
+    chosen = choose(
+        params, last_E[None], sampling, position_1, logprobs, models.over, backends
+    )
 
     row_P = jnp.arange(token_P.shape[0])
     position_P = length + row_P
@@ -360,34 +407,44 @@ def insert(
     room: Array,
     stop_Z: Array,
     sampling: Sampling | None,
+    *,
+    slot_axes: Axes = (),
 ) -> tuple[DecodeState, Caches]:
-    """Puts a prefilled request into a slot; `sampling` is of one slot."""
+    """Puts a prefilled request into a slot; `sampling` is of one slot.
+
+    On a mesh `slot` is one of the whole batch; only the shard that has it changes.
+    """
+    slot, here = own_slot(slot, state.anchor_B.shape[0], slot_axes)
+
+    def put(all_B: Array, value: Array | bool) -> Array:
+        return all_B.at[slot].set(value, mode="drop")
 
     state = DecodeState(
-        anchor_B=state.anchor_B.at[slot].set(anchor),
-        length_B=state.length_B.at[slot].set(length),
-        room_B=state.room_B.at[slot].set(room),
-        active_B=state.active_B.at[slot].set(True),
-        stop_BZ=state.stop_BZ.at[slot].set(stop_Z),
+        anchor_B=put(state.anchor_B, anchor),
+        length_B=put(state.length_B, length),
+        room_B=put(state.room_B, room),
+        active_B=put(state.active_B, True),
+        stop_BZ=put(state.stop_BZ, stop_Z),
         sampling=jax.tree.map(
-            lambda all_B, one_1: all_B.at[slot].set(one_1[0]), state.sampling, sampling
+            lambda all_B, one_1: put(all_B, one_1[0]), state.sampling, sampling
         ),
     )
     return state, Caches(
-        target=write_slot(caches.target, one.target, slot),
+        target=write_slot(caches.target, one.target, slot, here),
         drafter=None
         if caches.drafter is None or one.drafter is None
-        else write_slot(caches.drafter, one.drafter, slot),
+        else write_slot(caches.drafter, one.drafter, slot, here),
         deferred=None if caches.deferred is None else emptied(caches.deferred, slot),
     )
 
 
-def release(state: DecodeState, slot: Array) -> DecodeState:
-    """Empties a slot whose request was called off."""
+def release(state: DecodeState, slot: Array, *, slot_axes: Axes = ()) -> DecodeState:
+    """Empties a slot whose request was called off; on a mesh one of the whole batch."""
+    slot, _ = own_slot(slot, state.anchor_B.shape[0], slot_axes)
     return replace(
         state,
-        active_B=state.active_B.at[slot].set(False),
-        length_B=state.length_B.at[slot].set(0),
+        active_B=state.active_B.at[slot].set(False, mode="drop"),
+        length_B=state.length_B.at[slot].set(0, mode="drop"),
     )
 
 
@@ -396,13 +453,14 @@ class StepShapes:
     """Static shapes of a batch in flight.
 
     Attributes:
-      slots: requests decoded together, B.
+      slots: requests decoded together, B, of all shards of a mesh.
       positions: cached positions a slot needs, its widest step included, L.
       width: rows of a full block, W; 1 without a drafter.
       stops: stop tokens a request may have.
       sampling: whether requests may draw their tokens.
       logprobs: whether tokens come with their log-probabilities.
       backends: the forms of the kernels.
+      shards: parts that the slots are dealt into; layouts are those of one part.
     """
 
     slots: int
@@ -412,6 +470,12 @@ class StepShapes:
     sampling: bool = False
     logprobs: bool = False
     backends: Backends = PLAIN
+    shards: int = 1
+
+    @property
+    def own_slots(self) -> int:
+        """Slots of a shard."""
+        return self.slots // self.shards
 
     @property
     def wire_width(self) -> int:
@@ -426,9 +490,9 @@ class StepShapes:
 
 def anchors_only(shapes: StepShapes) -> Layout:
     """Plain autoregressive decoding."""
-    return layout(shapes.slots, shapes.slots, 1)
+    return layout(shapes.own_slots, shapes.own_slots, 1)
 
 
 def everything(shapes: StepShapes, width: int) -> Layout:
     """All `width` drafts of every request."""
-    return layout(shapes.slots, shapes.slots * (width + 1), width + 1)
+    return layout(shapes.own_slots, shapes.own_slots * (width + 1), width + 1)

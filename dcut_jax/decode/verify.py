@@ -10,6 +10,7 @@ from dcut_jax.decode.pack import Layout, Packed, groups, unpack
 from dcut_jax.models import dense
 from dcut_jax.models.attention import attend
 from dcut_jax.models.cache import KvCache, as_cached, read_owners, read_slot, read_slots
+from dcut_jax.models.collectives import Over
 
 
 def verify_rows(
@@ -21,6 +22,7 @@ def verify_rows(
     packed: Packed,
     lay: Layout,
     taps: tuple[int, ...],
+    over: Over = None,
 ) -> dense.Rows:
     """Runs anchors and kept drafts through the target; the cache is only read.
 
@@ -44,7 +46,9 @@ def verify_rows(
         out_IJHD = attend(q_THD[group.row_IJ], k_IWGD, v_IWGD, mask_IJW, cached)
         return out_IJHD.reshape(-1, *out_IJHD.shape[2:])[group.place_T]
 
-    return dense.forward(params, cfg, token_T, position_T, attend_layer, taps)
+    return dense.forward(
+        params, cfg, token_T, position_T, packed.valid_T, attend_layer, taps, over
+    )
 
 
 def prefill_rows(
@@ -54,9 +58,14 @@ def prefill_rows(
     token_P: Int[Array, "P"],
     slot: Int[Array, ""],
     length: Int[Array, ""],
+    count: Int[Array, ""],
     taps: tuple[int, ...],
+    over: Over = None,
 ) -> dense.Rows:
-    """One chunk of one prompt: causal over itself, after `length` cached positions."""
+    """One chunk of one prompt: causal over itself, after `length` cached positions.
+
+    Its first `count` rows are real.
+    """
     P = token_P.shape[0]
     mask_1PP = jnp.tril(jnp.ones((P, P), bool))[None]
 
@@ -65,5 +74,7 @@ def prefill_rows(
         k_PGD, v_PGD = as_cached(kv, k_PGD, v_PGD)
         return attend(q_PHD[None], k_PGD[None], v_PGD[None], mask_1PP, cached)[0]
 
-    position_P = length + jnp.arange(P)
-    return dense.forward(params, cfg, token_P, position_P, attend_layer, taps)
+    row_P = jnp.arange(P)
+    return dense.forward(
+        params, cfg, token_P, length + row_P, row_P < count, attend_layer, taps, over
+    )

@@ -9,22 +9,23 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dcut_jax.cut.fairness import Progress, weights
 from dcut_jax.cut.width import Choice
 from dcut_jax.decode import steps as S
-from dcut_jax.decode.compile import Compiler
+from dcut_jax.decode.compile import Compiler, Executable
 from dcut_jax.decode.decide import Decision, Proposal, read_decision
 from dcut_jax.decode.defer import CATCH_UPS
 from dcut_jax.decode.pack import Layout
 from dcut_jax.decode.sample import Sampling
-from dcut_jax.decode.state import NO_STOP, HostOutcome, from_wire, init_state
+from dcut_jax.decode.state import NO_STOP, HostOutcome, from_wire
 from dcut_jax.engine.policy import ArPolicy, DCutPolicy, FixedPolicy, Policy
 from dcut_jax.engine.requests import Completion, Halt, Request, halted_after
 from dcut_jax.engine.steering import Steering
+from dcut_jax.mesh import require_divisible
 from dcut_jax.models.cache import capacity
+from dcut_jax.processes import several
 from pallas_kernels.backends import Backends, defaults
 
 PREFILL_CHUNKS = (32, 128)
@@ -74,8 +75,12 @@ class EngineConfig:
         """Shapes of a step of these models.
 
         Raises:
+          ConfigError: the slots cannot be dealt evenly over the models' mesh.
           ValueError: a backend that cannot run where the parameters are.
         """
+        require_divisible(
+            "the mesh's shards", models.shards, {"batch size": self.slots}
+        )
         return S.StepShapes(
             slots=self.slots,
             positions=self.positions,
@@ -84,6 +89,7 @@ class EngineConfig:
             sampling=self.sampling,
             logprobs=self.logprobs,
             backends=self.backends_on(device_of(models)),
+            shards=models.shards,
         )
 
     def backends_on(self, device: Any) -> Backends:
@@ -181,22 +187,37 @@ class Engine:
         self.compiler = compiler or Compiler(models, config.cache_dtype)
         self.compiler.require(models, config.cache_dtype)
         self.steering = (
-            Steering(policy, self.shapes) if isinstance(policy, DCutPolicy) else None
+            Steering(policy, self.shapes, self.agree)
+            if isinstance(policy, DCutPolicy)
+            else None
         )
         self.prepare(policy)
         self.reset()
 
     # -- compiled pieces ---------------------------------------------------------
 
+    def agree(self, number: float) -> float:
+        """The first process's number, where there are several: all then go on alike."""
+        if not several():
+            return number
+        return float(
+            np.asarray(self.compiler.agree()(np.full(1, number, np.float32)))[0]
+        )
+
     def prepare(self, policy: Policy) -> None:
         """Compiles all that a policy can ask for, as far as it is not there yet."""
         exe, shapes = self.compiler, self.shapes
         layouts = policy.layouts(shapes)
+        jobs: list[Callable[[], Executable]]
         jobs = [partial(exe.draft, shapes, width) for width in policy.ladder(shapes)]
         jobs += [partial(exe.verify, shapes, lay) for lay in layouts]
         jobs += [partial(exe.prefill, shapes, chunk) for chunk in PREFILL_CHUNKS]
         jobs += [partial(exe.commit, shapes, n) for n in {lay.rows for lay in layouts}]
         jobs += [partial(f, shapes) for f in (exe.empty, exe.insert, exe.release)]
+        if self.models.placement:
+            jobs.append(partial(exe.start, shapes))
+        if several():
+            jobs.append(exe.agree)
         if self.models.drafter:
             jobs += [partial(exe.catch_up, shapes, steps) for steps in CATCH_UPS]
         if isinstance(policy, DCutPolicy):
@@ -209,16 +230,9 @@ class Engine:
         """Empties every slot."""
         self.free()  # or there would be two of the caches for a while
         shapes = self.shapes
-        self.state = init_state(shapes.slots, shapes.stops, shapes.sampling)
-        self.caches = S.init_caches(
-            self.models,
-            shapes.slots,
-            shapes.positions,
-            jnp.dtype(self.config.cache_dtype),
-            decodes=True,
-        )
+        self.state, self.caches = self.compiler.start(shapes)()
         self._behind = 0  # steps whose rows the drafter's cache may lack
-        self._wire = jnp.zeros((shapes.slots, shapes.wire_columns), jnp.int32)
+        self._wire: Any = np.zeros((shapes.slots, shapes.wire_columns), np.int32)
         self._halted = False  # a request, by the newest outcome, in mid-plan
         if self.steering is not None:
             self.steering.reset()
@@ -531,7 +545,7 @@ class Engine:
         active = self.running
         self._pending = StepRecord(
             width=width,
-            rows=lay.rows,
+            rows=lay.rows * self.shapes.shards,
             kept=plan.decision.kept if plan else width * active,
             active=active,
             decision=plan.decision if plan else None,

@@ -1,17 +1,20 @@
 """From names on a command line to models ready to decode, and what their steps cost."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 
 from dcut_jax.cost.table import CostTable, Fingerprint
 from dcut_jax.decode.compile import Compiler
+from dcut_jax.decode.placing import on_mesh
 from dcut_jax.decode.steps import Models
 from dcut_jax.engine import profile as profiling
 from dcut_jax.engine.engine import EngineConfig
 from dcut_jax.engine.policy import profiled
+from dcut_jax.mesh import Placement
 from dcut_jax.models import dense, params
 from dcut_jax.weights.dflash import check_pair, load_drafter
 from dcut_jax.weights.load import SMOLLM2, Target, fingerprint, load_target
@@ -37,8 +40,9 @@ class Pair:
 
     def without_drafter(self) -> Models:
         """The target alone: plain decoding pays nothing for the drafter."""
-        weights = {"target": self.models.params["target"]}
-        return Models(self.models.target, None, weights)
+        models = self.models
+        weights = {"target": models.params["target"]}
+        return Models(models.target, None, weights, models.placement)
 
     def here(self, config: EngineConfig) -> Fingerprint:
         """Where this process runs, and on what: the key of measured costs."""
@@ -79,7 +83,13 @@ def drafter_directory(target: str, drafter: str | None) -> Path | None:
     return checkpoints_directory() / SHIPPED[target]
 
 
-def load_pair(target: str, drafter: str | None, dtype: str, draft_dtype: str) -> Pair:
+def load_pair(
+    target: str,
+    drafter: str | None,
+    dtype: str,
+    draft_dtype: str,
+    placement: Placement | None = None,
+) -> Pair:
     """Loads a target and its drafter.
 
     Args:
@@ -88,7 +98,29 @@ def load_pair(target: str, drafter: str | None, dtype: str, draft_dtype: str) ->
         plain decoding alone.
       dtype, draft_dtype: of the target's and of the drafter's weights. The drafter
         reads the target's embedding and head in its own dtype.
+      placement: the mesh to put both on. They are then loaded on the host, where
+        `target.params` stay, whole; `models` has them on the mesh.
     """
+    if placement is None:
+        return _load_pair(target, drafter, dtype, draft_dtype)
+    with jax.default_device(_host()):
+        pair = _load_pair(target, drafter, dtype, draft_dtype)
+        return replace(pair, models=on_mesh(pair.models, placement))
+
+
+def _host() -> jax.Device:
+    """The processor, as a device beside the accelerators."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError as error:
+        raise ValueError(
+            "expected the host's processor among JAX's devices, found none; a mesh's "
+            "parameters are loaded there first. Add cpu to JAX_PLATFORMS, as in "
+            "JAX_PLATFORMS=cuda,cpu"
+        ) from error
+
+
+def _load_pair(target: str, drafter: str | None, dtype: str, draft_dtype: str) -> Pair:
     directory = drafter_directory(target, drafter)
     if directory is None:
         alone = load_target(target, jnp.dtype(dtype))

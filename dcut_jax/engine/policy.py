@@ -175,11 +175,11 @@ class DCutPolicy:
         return tuple(sorted(set(self.widths)))
 
     def tiers(self, shapes: StepShapes) -> tuple[int, ...]:
-        """Rows of each tier, every width's full block included.
+        """Rows of each tier, every width's full block included; on a mesh, of a shard.
 
         With ratios, one tier per ratio.
         """
-        B, W = shapes.slots, shapes.width
+        B, W = shapes.own_slots, shapes.width
         if self.ratios is not None:
             parts = zip(*ratio_fractions(self.ratios), strict=True)
             return tuple(max(B, -(-B * W * over // under)) for over, under in parts)
@@ -190,7 +190,7 @@ class DCutPolicy:
 
     def offered(self, shapes: StepShapes, width: int) -> tuple[int, ...]:
         """Rows of the tiers that a step of `width` drafts can take."""
-        tiers, B = self.tiers(shapes), shapes.slots
+        tiers, B = self.tiers(shapes), shapes.own_slots
         if self.ratios is not None:
             return tiers
         full = B * (width + 1)
@@ -206,11 +206,12 @@ class DCutPolicy:
             backend=shapes.backends.budget_topk,
             calibrated=self.calibrate,
             patience=self.patience,
+            shards=shapes.shards,
         )
 
     def layout(self, shapes: StepShapes, width: int, rows: int) -> Layout:
         """The executable of a tier: the plain fixed-width one where all is verified."""
-        return layout(shapes.slots, rows, width + 1)
+        return layout(shapes.own_slots, rows, width + 1)
 
     def layouts(self, shapes: StepShapes) -> list[Layout]:
         """Every executable that a plan can ask for."""

@@ -28,6 +28,7 @@ from dcut_jax.engine.engine import Engine, EngineConfig, device_of
 from dcut_jax.engine.policy import ArPolicy, DCutPolicy
 from dcut_jax.engine.requests import Request
 from dcut_jax.models.cache import CHUNK
+from dcut_jax.processes import first, text_of_first
 
 ROUNDS = 12
 ENOUGH_MS = 400.0  # of one step, in all its rounds
@@ -37,17 +38,17 @@ def fingerprint(
     models: S.Models, config: EngineConfig, target: str, drafter: str
 ) -> Fingerprint:
     """Where this process runs, and on what. `target`, `drafter`: their identities."""
-    device = device_of(models)
+    device, placement = device_of(models), models.placement
     forms = asdict(config.backends_on(device))
     weights, drafter_weights = models.params["target"], models.params.get("drafter")
     return Fingerprint(
         device_kind=device.device_kind,
-        device_count=1,
+        device_count=placement.mesh.size if placement else 1,
         host=f"{cpu_model()}, {os.cpu_count()} cores"
         if device.platform == "cpu"
         else "",
-        mesh=(),
-        strategy="single",
+        mesh=placement.described if placement else (),
+        strategy=placement.strategy if placement else "single",
         target=target,
         drafter=drafter,
         dtype=str(weights["embed_VE"].dtype),
@@ -89,6 +90,15 @@ def table_path(directory: Path, here: Fingerprint) -> Path:
     digest = hashlib.sha256(json.dumps(asdict(here), sort_keys=True).encode())
     name = f"{here.device_kind}-{here.target}-{digest.hexdigest()[:12]}.json"
     return directory / name.replace(" ", "_").replace("/", "_")
+
+
+def table_text(path: Path) -> str:
+    """What is in the file of a table; "" where there is none.
+
+    Of several processes the first reads, and writes; all act on the same table.
+    """
+    found = path.read_text(errors="replace") if first() and path.exists() else ""
+    return text_of_first(found)
 
 
 def default_directory() -> Path:
@@ -145,7 +155,11 @@ def profile(
                 on_progress(label, done, total)
 
         for (kind, *cell), samples in measure(
-            steps, rounds=rounds, enough_ms=ENOUGH_MS, on_progress=progress
+            steps,
+            rounds=rounds,
+            enough_ms=ENOUGH_MS,
+            agree=engine.agree,
+            on_progress=progress,
         ).items():
             found[kind][tuple(cell)] = samples
     return CostTable(here, **found)
@@ -158,7 +172,7 @@ def _steps(
     exe, shapes, params = engine.compiler, engine.shapes, engine.models.params
     state, B = engine.state, shapes.slots
     key = policies[0].plan_key(shapes)
-    memory = init_memory(B, shapes.width - 1)
+    memory = jax.device_get(init_memory(B, shapes.width - 1))
     widths = sorted({w for policy in policies for w in policy.ladder(shapes)})
     layouts = {lay for policy in policies for lay in policy.layouts(shapes)}
     widest = exe.draft(shapes, widths[-1])
@@ -236,11 +250,16 @@ def _fill(engine: Engine, prompt: Sequence[int], context: int) -> None:
 
 
 def _spread(logp_BK: np.ndarray, lay: Layout) -> np.ndarray:
-    """Keep counts that fill a layout with the likeliest drafts, as a plan would."""
-    B = logp_BK.shape[0]
-    survival_BK = np.cumsum(logp_BK, axis=1)[:, : lay.width - 1]
-    order = np.argsort(-survival_BK.T.ravel(), kind="stable")[: lay.rows - B]
-    return np.bincount(order % B, minlength=B).astype(np.int32)
+    """Keep counts that fill a layout with the likeliest drafts, as a plan would.
+
+    Of a layout of fewer slots than there are, every shard fills one of its own.
+    """
+    B, parts = lay.slots, []
+    for own_BK in np.split(logp_BK, len(logp_BK) // B):
+        survival_BK = np.cumsum(own_BK, axis=1)[:, : lay.width - 1]
+        order = np.argsort(-survival_BK.T.ravel(), kind="stable")[: lay.rows - B]
+        parts.append(np.bincount(order % B, minlength=B))
+    return np.concatenate(parts).astype(np.int32)
 
 
 def cost_table(
@@ -261,7 +280,8 @@ def cost_table(
         not allowed, or there is no place to keep one.
     """
     path = table_path(directory, here)
-    stored = CostTable.load(path).require(here) if path.exists() else None
+    text = table_text(path)
+    stored = CostTable.parse(text, path).require(here) if text else None
     if stored and all(replace(p, table=stored).covered(shapes) for p in policies):
         return stored
     if measure_missing is None:
@@ -271,7 +291,8 @@ def cost_table(
             f"`python -m dcut_jax.profile`"
         )
     try:  # before a minute of measuring
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if first():
+            path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CostError(
             f"expected a folder for cost tables at {directory}, found {error}; name "
@@ -279,5 +300,6 @@ def cost_table(
         ) from error
     fresh = measure_missing()
     table = stored.merged(fresh) if stored else fresh
-    table.save(path)
+    if first():
+        table.save(path)
     return table

@@ -1,6 +1,7 @@
 """The host's side of D-Cut: what earlier steps taught, and what the next is to be."""
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -37,15 +38,23 @@ class Steering:
     """Chooses the steps of one engine under one policy.
 
     What it learns, of confidences, costs and widths, outlives the requests.
+    `agree`: see `cost.measure.measure`.
     """
 
-    def __init__(self, policy: DCutPolicy, shapes: StepShapes) -> None:
+    def __init__(
+        self,
+        policy: DCutPolicy,
+        shapes: StepShapes,
+        agree: Callable[[float], float] = float,
+    ) -> None:
         self.policy = policy
+        self._agree = agree
         self.shapes = shapes
         self.key = policy.plan_key(shapes)
         self.chooser = policy.chooser(shapes)
         self.correction = Correction()
-        self._memory = init_memory(shapes.slots, shapes.width - 1)
+        memory = init_memory(shapes.slots, shapes.width - 1)
+        self._memory = jax.device_get(memory)  # a step puts it where it belongs
         self._measured: dict[int, dict[Work, float]] = {}
         self._costs: tuple[Any, StepCosts] | None = None
         self._plan_costs(context=0, cap_ms=np.inf)  # raises for one that is missing
@@ -187,7 +196,7 @@ class Steering:
         if not work or measured is None:
             self.correction.forget_last()
             return
-        ms = (time.perf_counter() - self._since) * 1e3
+        ms = self._agree((time.perf_counter() - self._since) * 1e3)
         self.correction.observe({w: measured[w] for w in work}, ms)
 
     # -- reports ------------------------------------------------------------------

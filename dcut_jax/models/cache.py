@@ -116,10 +116,19 @@ def write_rows(
     )
 
 
-def write_slot(kv: KvCache, one: KvCache, slot: Int[Array, ""]) -> KvCache:
-    """Copies a one-slot cache over a slot."""
+def write_slot(
+    kv: KvCache,
+    one: KvCache,
+    slot: Int[Array, ""],
+    here: Bool[Array, ""] | None = None,
+) -> KvCache:
+    """Copies a one-slot cache over a slot; only if it is `here`, where that is told."""
     at = (0, slot, 0, 0, 0)
-    return KvCache(
-        k=lax.dynamic_update_slice(kv.k, one.k, at),
-        v=lax.dynamic_update_slice(kv.v, one.v, at),
-    )
+
+    def write(all_X: Array, one_X: Array) -> Array:
+        if here is not None:
+            old_X = lax.dynamic_slice(all_X, at, one_X.shape)
+            one_X = jnp.where(here, one_X, old_X)
+        return lax.dynamic_update_slice(all_X, one_X, at)
+
+    return KvCache(k=write(kv.k, one.k), v=write(kv.v, one.v))

@@ -1,4 +1,8 @@
-"""Dense decoders (Llama family, Qwen3): parameter declaration and forward pass."""
+"""Decoders (Llama family, Qwen3): parameter declaration and forward pass.
+
+One path for dense targets and for mixtures of experts: what a layer's feed-forward part
+is, its parameters say.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +13,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dcut_jax.config import ModelConfig
+from dcut_jax.models import experts
 from dcut_jax.models.attention import attend, causal_mask
+from dcut_jax.models.collectives import Over, lookup, total
 from dcut_jax.models.layers import (
     attention_inputs,
     product,
@@ -66,22 +72,32 @@ def mlp_specs(cfg: Any) -> dict[str, ParamSpec]:
     }
 
 
-def layer_specs(cfg: Any, qk_norm: bool) -> dict[str, ParamSpec]:
-    """One pre-norm decoder layer."""
+def layer_specs(cfg: Any, qk_norm: bool) -> dict[str, Any]:
+    """One pre-norm decoder layer, dense."""
+    return block_specs(cfg, qk_norm) | mlp_specs(cfg)
+
+
+def block_specs(cfg: Any, qk_norm: bool) -> dict[str, Any]:
+    """One pre-norm decoder layer without its feed-forward part."""
     norm = ParamSpec((cfg.embed,), ("embed",), None)
-    return (
-        {"attention_norm_E": norm, "mlp_norm_E": norm}
-        | attention_specs(cfg, qk_norm)
-        | mlp_specs(cfg)
-    )
+    norms = {"attention_norm_E": norm, "mlp_norm_E": norm}
+    return norms | attention_specs(cfg, qk_norm)
+
+
+def target_layer_specs(cfg: ModelConfig, layer: int) -> dict[str, Any]:
+    """A layer of a target, dense or with experts."""
+    if cfg.experts is None or layer not in cfg.experts.layers:
+        return layer_specs(cfg, cfg.qk_norm)
+    own = {"experts": experts.specs(cfg.embed, cfg.experts)}
+    return block_specs(cfg, cfg.qk_norm) | own
 
 
 def specs(cfg: ModelConfig) -> dict[str, Any]:
-    """Every parameter of a dense target; the head is absent where it is tied."""
+    """Every parameter of a target; the head is absent where it is tied."""
     table = ParamSpec((cfg.vocab, cfg.embed), ("vocab", "embed"), cfg.embed)
     tree: dict[str, Any] = {
         "embed_VE": table,
-        "layers": tuple(layer_specs(cfg, cfg.qk_norm) for _ in range(cfg.layers)),
+        "layers": tuple(target_layer_specs(cfg, i) for i in range(cfg.layers)),
         "norm_E": ParamSpec((cfg.embed,), ("embed",), None),
     }
     if not cfg.tied:
@@ -95,14 +111,30 @@ def head_VE(params: dict[str, Any]) -> Array:
 
 
 def logits(hidden: Float[Array, "*N E"], head_VE: Array) -> Float[Array, "*N V"]:
-    """LM head, float32."""
+    """LM head, float32; of the words that this device's `head_VE` holds."""
     last = hidden.ndim - 1
     return product(hidden, head_VE, (((last,), (1,)), ((), ())))
 
 
-def embed(token: Int[Array, "*N"], embed_VE: Array) -> Float[Array, "*N E"]:
+def embed(
+    token: Int[Array, "*N"], embed_VE: Array, over: Over = None
+) -> Float[Array, "*N E"]:
     """Embedding rows, float32."""
-    return embed_VE[token].astype(jnp.float32)
+    return lookup(token, embed_VE, over).astype(jnp.float32)
+
+
+def feed_forward(
+    x: Float[Array, "*N E"],
+    layer: dict[str, Any],
+    cfg: ModelConfig,
+    valid: Bool[Array, "*N"],
+    over: Over = None,
+) -> Float[Array, "*N E"]:
+    """The second half of a layer: dense, or the experts that its rows are sent to."""
+    if "experts" not in layer:
+        return swiglu(x, layer, over)
+    assert cfg.experts is not None, "a layer with experts, in a config without"
+    return experts.forward(x, layer["experts"], cfg.experts, valid, over)
 
 
 def forward(
@@ -110,18 +142,23 @@ def forward(
     cfg: ModelConfig,
     token: Int[Array, "*N"],
     position: Int[Array, "*N"],
+    valid: Bool[Array, "*N"],
     attend_layer: Attend,
     taps: tuple[int, ...] = (),
+    over: Over = None,
 ) -> Rows:
     """Runs token rows through the decoder layers.
 
     Args:
       token, position: one entry per row, any leading shape.
+      valid: false on padding, which is sent to no expert.
       attend_layer: from `(layer, q_NHD, k_NGD, v_NGD)` to the attention output
         `[*N, H, D]`. It alone knows which rows belong together and what is cached.
       taps: layers whose output (residual stream after the layer) is wanted.
+      over: the mesh axis that `params` are cut over, see `models.collectives`. Then
+        queries, keys and values are of this device's heads.
     """
-    x = embed(token, params["embed_VE"])
+    x = embed(token, params["embed_VE"], over)
     by = rotation(position, cfg.rope, cfg.head_dim)
     tapped: dict[int, Array] = {}
     keys, values = [], []
@@ -131,8 +168,10 @@ def forward(
             q, k, v = attention_inputs(h, layer, by, cfg.norm_eps)
             keys.append(k)
             values.append(v)
-            x = x + project(attend_layer(i, q, k, v), layer["o_HDE"], contract=2)
-            x = x + swiglu(rms_norm(x, layer["mlp_norm_E"], cfg.norm_eps), layer)
+            out = project(attend_layer(i, q, k, v), layer["o_HDE"], contract=2)
+            x = x + total(out, over)
+            h = rms_norm(x, layer["mlp_norm_E"], cfg.norm_eps)
+            x = x + feed_forward(h, layer, cfg, valid, over)
         if i in taps:
             tapped[i] = x
     empty = jnp.zeros((*token.shape, 0), jnp.float32)
@@ -159,4 +198,4 @@ def forward_sequences(
         del layer
         return attend(q, k, v, mask_NSS)
 
-    return forward(params, cfg, token_NS, position_NS, attend_layer, taps)
+    return forward(params, cfg, token_NS, position_NS, valid_NS, attend_layer, taps)

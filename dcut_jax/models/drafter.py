@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dcut_jax.config import DrafterConfig
 from dcut_jax.models.attention import attend
 from dcut_jax.models.cache import KvCache, read_slots
+from dcut_jax.models.collectives import Over, lookup, own_columns, total
 from dcut_jax.models.dense import embed, layer_specs
 from dcut_jax.models.layers import (
     attention_inputs,
@@ -65,12 +66,15 @@ def specs(cfg: DrafterConfig) -> dict[str, Any]:
 
 
 def context(
-    params: dict[str, Any], cfg: DrafterConfig, taps: Float[Array, "*N C"]
+    params: dict[str, Any],
+    cfg: DrafterConfig,
+    taps: Float[Array, "*N C"],
+    over: Over = None,
 ) -> Float[Array, "*N E"]:
     """Projects tapped features to the rows that every layer sees as context."""
-    return rms_norm(
-        project(taps, params["fc_CE"]), params["hidden_norm_E"], cfg.norm_eps
-    )
+    fc_CE = params["fc_CE"]
+    ctx = total(project(own_columns(taps, fc_CE.shape[0], over), fc_CE), over)
+    return rms_norm(ctx, params["hidden_norm_E"], cfg.norm_eps)
 
 
 def context_kv(
@@ -138,6 +142,7 @@ def block_layers(
     x: Float[Array, "*N E"],
     position: Int[Array, "*N"],
     attend_layer: Attend,
+    over: Over = None,
 ) -> Float[Array, "*N E"]:
     """Runs block rows through the layers and the final norm.
 
@@ -145,14 +150,16 @@ def block_layers(
       x: embedded block tokens.
       attend_layer: from `(layer, q_NHD, k_NGD, v_NGD)` of the block rows to the
         attention output `[*N, H, D]`. It alone knows the context.
+      over: see `dense.forward`.
     """
     by = rotation(position, cfg.rope, cfg.head_dim)
     for i, layer in enumerate(params["layers"]):
         with jax.named_scope(f"draft_layer_{i}"):
             h = rms_norm(x, layer["attention_norm_E"], cfg.norm_eps)
             q, k, v = attention_inputs(h, layer, by, cfg.norm_eps)
-            x = x + project(attend_layer(i, q, k, v), layer["o_HDE"], contract=2)
-            x = x + swiglu(rms_norm(x, layer["mlp_norm_E"], cfg.norm_eps), layer)
+            out = project(attend_layer(i, q, k, v), layer["o_HDE"], contract=2)
+            x = x + total(out, over)
+            x = x + swiglu(rms_norm(x, layer["mlp_norm_E"], cfg.norm_eps), layer, over)
     return rms_norm(x, params["norm_E"], cfg.norm_eps)
 
 
@@ -164,7 +171,7 @@ def draft_slots(
 
 
 def markov_bias(
-    params: dict[str, Any], previous: Int[Array, "*N"]
+    params: dict[str, Any], previous: Int[Array, "*N"], over: Over = None
 ) -> Float[Array, "*N V"]:
     """What the token just before adds to the logits of a slot, float32.
 
@@ -176,7 +183,7 @@ def markov_bias(
     a row of one table times the transpose of another, without a constant.
     """
     markov = params["markov"]
-    x = markov["previous_VX"][previous]
+    x = lookup(previous, markov["previous_VX"], over)
     return product(x, markov["next_VX"], (((x.ndim - 1,), (1,)), ((), ())))
 
 
@@ -185,6 +192,7 @@ def confidence_logit(
     cfg: DrafterConfig,
     hidden: Float[Array, "*N E"],
     previous: Int[Array, "*N"],
+    over: Over = None,
 ) -> Float[Array, "*N"]:
     """Log-odds that a draft is accepted once those before it are, float32.
 
@@ -204,7 +212,8 @@ def confidence_logit(
     head = jax.tree.map(lambda x: x.astype(jnp.float32), params["confidence"])
     features = hidden.astype(jnp.float32)
     if cfg.markov_rank:
-        row = params["markov"]["previous_VX"][previous].astype(jnp.float32)
+        table_VX = params["markov"]["previous_VX"]
+        row = lookup(previous, table_VX, over).astype(jnp.float32)
         features = jnp.concatenate([features, row], axis=-1)
     return project(features, head["weight_X"]) + head["bias"]
 
@@ -217,6 +226,7 @@ def block_forward(
     start_B: Int[Array, "B"],
     kv: KvCache,
     width: int,
+    over: Over = None,
 ) -> Float[Array, "B K E"]:
     """Hidden states of `width` draft slots per request, ready for the LM head.
 
@@ -229,6 +239,7 @@ def block_forward(
       kv: cached `context_kv`.
       width: drafts wanted, `1..cfg.max_drafts`. On non-causal layers the drafts of a
         narrow block need not be a prefix of a wide block's.
+      over: see `dense.forward`.
 
     Raises:
       ValueError: `width` is out of range.
@@ -248,6 +259,6 @@ def block_forward(
             window=layer_window(cfg, i),
         )
 
-    x_BWE = embed(token_BW, embed_VE)
-    hidden_BWE = block_layers(params, cfg, x_BWE, position_BW, attend_layer)
+    x_BWE = embed(token_BW, embed_VE, over)
+    hidden_BWE = block_layers(params, cfg, x_BWE, position_BW, attend_layer, over)
     return draft_slots(cfg, hidden_BWE)

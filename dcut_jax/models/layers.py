@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from dcut_jax.config import RopeConfig
+from dcut_jax.models.collectives import Over, total
 
 
 def product(x: Array, y: Array, dimensions: lax.DotDimensionNumbers) -> Array:
@@ -107,10 +108,13 @@ def rotate(x: Float[Array, "*N H D"], by: Rotation) -> Float[Array, "*N H D"]:
     return jnp.concatenate([a * by.cos - b * by.sin, b * by.cos + a * by.sin], axis=-1)
 
 
-def swiglu(x: Float[Array, "*N E"], layer: dict[str, Any]) -> Float[Array, "*N E"]:
-    """`down(silu(gate x) * up x)`."""
+def swiglu(
+    x: Float[Array, "*N E"], layer: dict[str, Any], over: Over = None
+) -> Float[Array, "*N E"]:
+    """`down(silu(gate x) * up x)`; `over`: see `models.collectives`."""
     gate = project(x, layer["gate_EF"])
-    return project(jax.nn.silu(gate) * project(x, layer["up_EF"]), layer["down_FE"])
+    inner = jax.nn.silu(gate) * project(x, layer["up_EF"])
+    return total(project(inner, layer["down_FE"]), over)
 
 
 def attention_inputs(

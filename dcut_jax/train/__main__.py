@@ -22,16 +22,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
+from dcut_jax.axes import DATA, EXPERT, MODEL
 from dcut_jax.bench.__main__ import machine
 from dcut_jax.bench.report import require_matplotlib
-from dcut_jax.cli import DTYPES, bar, positive, positives, run
+from dcut_jax.cli import (
+    DTYPES,
+    add_process_flags,
+    bar,
+    mesh_sizes,
+    positive,
+    positives,
+    run,
+)
 from dcut_jax.config import ConfigError
 from dcut_jax.engine.load import load_pair
 from dcut_jax.engine.policy import WIDTHS
 from dcut_jax.files import write_text
+from dcut_jax.processes import join
 from dcut_jax.train import collect
 from dcut_jax.train import evaluate as evaluation
 from dcut_jax.train.check import PROMPTS, check
@@ -159,12 +168,13 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     train.add_argument(
-        "--coordinator",
-        metavar="HOST:PORT",
-        help="of process 0, where several machines train; each runs this command",
+        "--mesh",
+        type=mesh_sizes,
+        metavar="AXIS=SIZE,...",
+        help="data and model, in place of the config's mesh_data and mesh_model; "
+        "parameters are cut over both",
     )
-    train.add_argument("--processes", type=positive, help="how many they are")
-    train.add_argument("--process-id", type=int, help="which of them this is, from 0")
+    add_process_flags(train)
 
     roof = commands.add_parser("roofline", help="a run's steps against the machine")
     roof.add_argument("config", help="TOML file")
@@ -320,26 +330,20 @@ def _evaluate(args: argparse.Namespace, command: str) -> None:
     print(f"wrote {', '.join(map(str, wrote))}")
 
 
-def _join(args: argparse.Namespace) -> None:
-    """Joins the processes of a run, before anything touches a device.
+def _mesh_keys(sizes: dict[str, int] | None) -> dict[str, int]:
+    """A config's keys for a mesh of the command line.
 
     Raises:
-      ConfigError: some of the three flags are given, and not all.
+      ConfigError: it has an axis that training does not use.
     """
-    given = (args.coordinator, args.processes, args.process_id)
-    if given == (None, None, None):
-        return
-    if None in given:
+    if sizes is None:
+        return {}
+    if EXPERT in sizes:
         raise ConfigError(
-            "--coordinator, --processes and --process-id go together; give all three "
-            "in every process, or none for a run of one"
+            f"--mesh: training has the axes {DATA} and {MODEL}, found {EXPERT}; leave "
+            f"it out"
         )
-    if not 0 <= args.process_id < args.processes:
-        raise ConfigError(
-            f"--process-id {args.process_id}: expected one of 0 to "
-            f"{args.processes - 1}, for --processes {args.processes}"
-        )
-    jax.distributed.initialize(args.coordinator, args.processes, args.process_id)
+    return {f"mesh_{axis}": sizes.get(axis, 1) for axis in (DATA, MODEL)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -366,10 +370,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif args.command == "run":
         given = {"data": args.data, "out": args.out, "steps": args.steps}
         overrides = {k: v for k, v in given.items() if v is not None}
-        cfg = read_config(args.config, overrides)
+        cfg = read_config(args.config, overrides | _mesh_keys(args.mesh))
         if args.tensorboard:  # before target and data are read
             require_tensorboard()
-        _join(args)
+        join(args.coordinator, args.processes, args.process_id)
         make_trainer(cfg).run(tensorboard=args.tensorboard)
     elif args.command == "roofline":
         cfg = read_config(args.config, {"data": args.data} if args.data else {})

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from dcut_jax.axes import DATA, MODEL
 from dcut_jax.config import DrafterConfig
 from dcut_jax.models import drafter
 from dcut_jax.models.dense import embed
 from dcut_jax.train.attention import block_attention
-from dcut_jax.train.mesh import DATA, MODEL
 
 
 @flax.struct.dataclass

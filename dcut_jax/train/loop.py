@@ -22,6 +22,7 @@ from jaxtyping import Array
 
 from dcut_jax.config import ConfigError, ModelConfig
 from dcut_jax.files import write_text
+from dcut_jax.mesh import place
 from dcut_jax.models.dense import head_VE
 from dcut_jax.train.blocks import Blocks
 from dcut_jax.train.checkpoints import Checkpoints
@@ -43,7 +44,6 @@ from dcut_jax.train.mesh import (
     batch_sharding,
     check_mesh,
     make_mesh,
-    place,
     replicated,
     table_sharding,
 )

@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
+from dcut_jax.axes import DATA
 from dcut_jax.config import DrafterConfig
 from dcut_jax.models import drafter
 from dcut_jax.models.layers import project
@@ -28,7 +29,6 @@ from dcut_jax.train.blocks import (
     previous_tokens,
     target_hidden,
 )
-from dcut_jax.train.mesh import DATA
 
 # D-PACE takes chances half way to 1, or one hopeless slot would hide all behind it.
 _PACE_SMOOTHING = 0.5

@@ -15,19 +15,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dcut_jax.axes import DATA, MODEL, TRAINING_RULES
 from dcut_jax.config import ConfigError, DrafterConfig
+from dcut_jax.mesh import partition, require_divisible
 from dcut_jax.models import drafter
 from dcut_jax.models.params import ParamSpec
-
-DATA, MODEL = "data", "model"
-RULES = {
-    "embed": DATA,
-    "heads": MODEL,
-    "kv_heads": MODEL,
-    "mlp": MODEL,
-    "vocab": MODEL,
-    "taps": MODEL,
-}
 
 
 def make_mesh(data: int, model: int) -> Mesh | None:
@@ -47,13 +39,6 @@ def make_mesh(data: int, model: int) -> Mesh | None:
     return Mesh(np.asarray(devices).reshape(data, model), (DATA, MODEL))
 
 
-def partition(spec: ParamSpec) -> PartitionSpec:
-    """How a parameter is cut. What has one axis is small, and lies everywhere."""
-    if len(spec.shape) < 2:
-        return PartitionSpec()
-    return PartitionSpec(*(RULES.get(axis) for axis in spec.axes))
-
-
 def check_mesh(mesh: Mesh, cfg: DrafterConfig, docs: int) -> None:
     """Refuses a mesh over which something cannot be dealt evenly.
 
@@ -71,43 +56,27 @@ def check_mesh(mesh: Mesh, cfg: DrafterConfig, docs: int) -> None:
         DATA: {"docs": docs, "hidden size": cfg.embed},
     }
     for axis, by_name in sizes.items():
-        many = mesh.shape[axis]
-        wrong = [f"{name} {n}" for name, n in by_name.items() if n % many]
-        if wrong:
-            fit = np.gcd.reduce(list(by_name.values()))
-            good = [d for d in range(1, int(fit) + 1) if fit % d == 0]
-            raise ConfigError(
-                f"mesh_{axis} {many} does not divide {', '.join(wrong)}; sizes that "
-                f"divide all it cuts: {', '.join(map(str, good))}"
-            )
+        require_divisible(f"mesh_{axis}", mesh.shape[axis], by_name)
 
 
 def param_shardings(mesh: Mesh, cfg: DrafterConfig) -> Any:
-    """A sharding for every parameter of a drafter."""
-    return jax.tree.map(
-        lambda spec: NamedSharding(mesh, partition(spec)), drafter.specs(cfg)
-    )
+    """A sharding for every parameter of a drafter.
+
+    What has one axis is small, and lies everywhere.
+    """
+
+    def cut(spec: ParamSpec) -> NamedSharding:
+        many = len(spec.shape) > 1
+        return NamedSharding(
+            mesh, partition(spec.axes, TRAINING_RULES) if many else PartitionSpec()
+        )
+
+    return jax.tree.map(cut, drafter.specs(cfg))
 
 
 def table_sharding(mesh: Mesh) -> NamedSharding:
     """Of the target's embedding and head, `[V, E]`."""
     return NamedSharding(mesh, PartitionSpec(MODEL, None))
-
-
-def place(tree: Any, shardings: Any) -> Any:
-    """Puts arrays that every process holds whole onto the devices of a mesh.
-
-    Args:
-      shardings: one for all, or a tree of them.
-    """
-    if isinstance(shardings, NamedSharding):
-        shardings = jax.tree.map(lambda _: shardings, tree)
-
-    def put(x: Any, sharding: NamedSharding) -> jax.Array:
-        x = np.asarray(x)
-        return jax.make_array_from_callback(x.shape, sharding, lambda at: x[at])
-
-    return jax.tree.map(put, tree, shardings)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

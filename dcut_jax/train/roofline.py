@@ -15,6 +15,7 @@ import numpy as np
 from dcut_jax.config import DrafterConfig, ModelConfig
 from dcut_jax.models import dense
 from dcut_jax.models.drafter import block_rows
+from dcut_jax.models.params import ParamSpec
 from dcut_jax.train.config import TrainConfig
 from dcut_jax.train.loop import Trainer
 
@@ -73,9 +74,16 @@ def step_work(
 
 
 def _weights_of_layers(target: ModelConfig) -> int:
-    """Parameters of the target's layers that are matrices."""
-    specs = jax.tree.leaves(dense.specs(target)["layers"])
-    return sum(int(np.prod(s.shape)) for s in specs if len(s.shape) > 1)
+    """Parameters of the target's layers that are matrices and that a row uses."""
+
+    def used(spec: ParamSpec) -> int:
+        size = int(np.prod(spec.shape)) if len(spec.shape) > 1 else 0
+        x = target.experts
+        if x is not None and spec.axes[:1] == ("experts",):
+            size = size * x.active // x.count
+        return size
+
+    return sum(used(s) for s in jax.tree.leaves(dense.specs(target)["layers"]))
 
 
 @dataclass(frozen=True)

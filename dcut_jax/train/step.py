@@ -12,11 +12,12 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from dcut_jax.config import DrafterConfig
+from dcut_jax.mesh import place
 from dcut_jax.models import drafter, params
 from dcut_jax.train.blocks import Blocks
 from dcut_jax.train.config import TrainConfig
 from dcut_jax.train.loss import Shortlist, weighted_loss
-from dcut_jax.train.mesh import param_shardings, place, replicated
+from dcut_jax.train.mesh import param_shardings, replicated
 
 # Weight decay of matrices under Muon, which needs some; the public trainers' value.
 _MUON_DECAY = 0.1

@@ -8,11 +8,18 @@ from typing import Any
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from dcut_jax.config import ConfigError, ModelConfig, model_config_from_hf, rope_json
+from dcut_jax.config import (
+    ConfigError,
+    ModelConfig,
+    experts_json,
+    model_config_from_hf,
+    rope_json,
+)
 from dcut_jax.weights.errors import CheckpointError
 from dcut_jax.weights.json_io import read_json
 from dcut_jax.weights.names import HF, assemble, publish
 from dcut_jax.weights.safetensors_io import TensorFiles, read_tensors, write_tensors
+from dcut_jax.weights.stacked import unstacked
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -75,7 +82,7 @@ def _open(directory: Path) -> TensorFiles:
 def load_hf(
     directory: str | Path, dtype: DTypeLike
 ) -> tuple[ModelConfig, dict[str, Any]]:
-    """Loads a dense target.
+    """Loads a target.
 
     Args:
       dtype: of the parameters; stored tensors may be float32, float16 or bfloat16.
@@ -92,15 +99,14 @@ def load_hf(
             f"float32, float16 or bfloat16 one"
         )
     cfg = model_config_from_hf(raw, str(directory / CONFIG))
-    return cfg, assemble(_open(directory), cfg, HF, dtype, str(directory))
+    tensors = unstacked(_open(directory))
+    return cfg, assemble(tensors, cfg, HF, dtype, str(directory))
 
 
 def hf_config(cfg: ModelConfig, dtype: DTypeLike) -> dict[str, Any]:
-    """The `config.json` of a target, for transformers 4 and 5."""
-    architecture = "Qwen3ForCausalLM" if cfg.qk_norm else "LlamaForCausalLM"
+    """The `config.json` of a target; for transformers 4 and 5, where they have it."""
     return {
-        "architectures": [architecture],
-        "model_type": "qwen3" if cfg.qk_norm else "llama",
+        **experts_json(cfg),
         "attention_bias": False,
         "dtype": jnp.dtype(dtype).name,
         "head_dim": cfg.head_dim,

@@ -1,13 +1,15 @@
 """One table of tensor names, used to read and to write, and a strict assembler.
 
 Owners of the published names: Hugging Face transformers (`LlamaForCausalLM`,
-`Qwen3ForCausalLM`), llama.cpp (GGUF architectures `llama` and `qwen3`), the z-lab
-DFlash checkpoints (`DFlashDraftModel`), and for the heads of a drafter
-deepseek-ai/DeepSpec (`Qwen3DSparkModel`).
+`Qwen3ForCausalLM`, `Qwen3MoeForCausalLM`, and of Qwen2-MoE the shared expert),
+llama.cpp (GGUF architectures `llama` and `qwen3`), the z-lab DFlash checkpoints
+(`DFlashDraftModel`), and for the heads of a drafter deepseek-ai/DeepSpec
+(`Qwen3DSparkModel`).
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax.numpy as jnp
@@ -27,7 +29,10 @@ Layout = Literal["as_is", "linear", "rotary", "scalar"]
 
 @dataclass(frozen=True)
 class Name:
-    """One parameter; `{i}` stands for the layer, "" where a kind of file lacks it."""
+    """One parameter; `{i}` stands for the layer, "" where a kind of file lacks it.
+
+    Where a name has `{q}`, each expert is a tensor of its own.
+    """
 
     ours: str
     layout: Layout
@@ -49,6 +54,16 @@ _LAYER: tuple[tuple[str, Layout, str, str], ...] = (
     ("up_EF", "linear", "mlp.up_proj", "ffn_up"),
     ("down_FE", "linear", "mlp.down_proj", "ffn_down"),
 )
+_EXPERTS = (
+    ("router_EQ", "gate"),
+    ("gate_QEF", "experts.{q}.gate_proj"),
+    ("up_QEF", "experts.{q}.up_proj"),
+    ("down_QFE", "experts.{q}.down_proj"),
+    ("shared.gate_EF", "shared_expert.gate_proj"),
+    ("shared.up_EF", "shared_expert.up_proj"),
+    ("shared.down_FE", "shared_expert.down_proj"),
+    ("shared_gate_E", "shared_expert_gate"),
+)
 TABLE = (
     Name("embed_VE", "as_is", "model.embed_tokens.weight", "token_embd.weight"),
     Name("head_VE", "as_is", "lm_head.weight", "output.weight"),
@@ -68,6 +83,14 @@ TABLE = (
             f"layers.{{i}}.{hf}.weight",
         )
         for ours, layout, hf, gguf in _LAYER
+    ),
+    *(
+        Name(
+            f"layers.{{i}}.experts.{ours}",
+            "linear",
+            f"model.layers.{{i}}.mlp.{hf}.weight",
+        )
+        for ours, hf in _EXPERTS
     ),
 )
 _BY_OURS = {name.ours: name for name in TABLE}
@@ -97,10 +120,10 @@ class Scheme:
     relatives: Mapping[str, str] = field(default_factory=dict)
     copies: tuple[str, ...] = ()
 
-    def name(self, ours: str, layer: str = "") -> str:
+    def name(self, ours: str, layer: str = "", expert: int = 0) -> str:
         """The published name of a row of the table, "" if it has none here."""
         published: str = getattr(_BY_OURS[ours], self.column)
-        return published.format(i=layer)
+        return published.format(i=layer, q=expert)
 
 
 HF = Scheme("hf", ignored=("rotary_emb.inv_freq",))
@@ -120,11 +143,12 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a published tensor goes."""
+    """Where a published tensor goes; `part` is its place in a stack of ours."""
 
     ours: str
     spec: ParamSpec
     layout: Layout
+    part: int | None = None
 
     @property
     def published_shape(self) -> tuple[int, ...]:
@@ -163,9 +187,15 @@ def slots(cfg: ModelConfig | DrafterConfig, scheme: Scheme) -> dict[str, Slot]:
     for ours, spec in flatten_names(_specs(cfg)).items():
         layer, row = "", ours
         if ours.startswith("layers."):
-            top, layer, leaf = ours.split(".")
+            top, layer, leaf = ours.split(".", 2)
             row = f"{top}.{{i}}.{leaf}"
-        out[scheme.name(row, layer)] = Slot(ours, spec, _BY_OURS[row].layout)
+        layout = _BY_OURS[row].layout
+        if spec.axes[:1] != ("experts",):
+            out[scheme.name(row, layer)] = Slot(ours, spec, layout)
+            continue
+        one = ParamSpec(spec.shape[1:], spec.axes[1:], spec.fan_in)
+        for q in range(spec.shape[0]):
+            out[scheme.name(row, layer, q)] = Slot(ours, one, layout, part=q)
     return out
 
 
@@ -255,10 +285,14 @@ def assemble(
         take(name, Slot("", whole, "as_is"))
 
     flat = {}
-    for name, slot in wanted.items():
-        value = slot.read(take(name, slot), scheme.paired)
+    for ours, named in groupby(wanted.items(), key=lambda item: item[1].ours):
+        values, stacked = [], False
+        for name, slot in named:
+            values.append(slot.read(take(name, slot), scheme.paired))
+            stacked = slot.part is not None
+        value = np.stack(values) if stacked else values[0]
         # A copy: the value may be a view of the file.
-        flat[slot.ours] = jnp.array(value, jnp.dtype(dtype))
+        flat[ours] = jnp.array(value, jnp.dtype(dtype))
     tree: dict[str, Any] = _tree(flat, _specs(cfg))
     return tree
 
@@ -268,8 +302,10 @@ def publish(
 ) -> dict[str, np.ndarray]:
     """Tensors under their published names; the inverse of `assemble`."""
     assert not scheme.paired, scheme  # such files are read only
-    flat = flatten_names(params)
+    flat = {name: np.asarray(value) for name, value in flatten_names(params).items()}
     return {
-        name: slot.write(np.asarray(flat[slot.ours]))
+        name: slot.write(
+            flat[slot.ours] if slot.part is None else flat[slot.ours][slot.part]
+        )
         for name, slot in slots(cfg, scheme).items()
     }

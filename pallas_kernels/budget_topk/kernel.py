@@ -12,12 +12,14 @@ that their sums overlap; on a GPU each has a block of its own.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_batching import sequential_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Int32
@@ -46,17 +48,16 @@ def select(
         not run `backend`.
     """
     check_limits(*key_KB.shape, *budget_R.shape)
-    key = tile(key_KB)
-    drafts = key_KB.shape[0]
-    match backend:
-        case "pallas_tpu":
-            found = launch_tpu(key, require(budget_R, backend), drafts)
-        case "pallas_mosaic_gpu":
-            found = launch_gpu(key, require(budget_R, backend), drafts)
-        case "pallas_interpret":
-            found = launch_tpu(key, budget_R, drafts, interpret=True)
-        case _:
-            raise ValueError(f"backend {backend!r} has no kernel of budget_topk")
+    launches: dict[Backend, Callable[..., Selection]] = {
+        "pallas_tpu": launch_tpu,
+        "pallas_mosaic_gpu": launch_gpu,
+        "pallas_interpret": partial(launch_tpu, interpret=True),
+    }
+    launch = partial(launches[backend], drafts=key_KB.shape[0])
+    # Several batches at once are launched one after another: TPUs take no block of
+    # budgets out of an array with more of them.
+    launch = sequential_vmap(launch)
+    found = launch(tile(key_KB), require(budget_R, backend))
     keep_RP = found.keep_RB.reshape(budget_R.shape[0], -1)  # requests and padding
     return Selection(keep_RP[:, : key_KB.shape[1]], found.units_R)
 

@@ -3,9 +3,9 @@
 Chunks of a loop, blocks of a kernel and shards of a mesh all meet here.
 """
 
+from functools import reduce
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -71,13 +71,16 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 def merge_shards(mine: Partial, axis: str | tuple[str, ...]) -> Partial:
     """Of all shards of a mesh axis, inside `shard_map`; words are numbered globally."""
-    shards = jax.tree.map(lambda x: lax.all_gather(x, axis), mine)
-    every = [jax.tree.map(lambda x, s=s: x[s], shards) for s in range(len(shards.peak))]
+    floats = [lax.bitcast_convert_type(x, jnp.int32) for x in mine[:3]]
+    gathered_SN4 = lax.all_gather(jnp.concatenate([*floats, mine.token], axis=1), axis)
+
+    def of_shard(bits_N4: Array) -> Partial:
+        floats_N3 = lax.bitcast_convert_type(bits_N4[:, :3], jnp.float32)
+        peak, second, total = jnp.split(floats_N3, 3, axis=1)
+        return Partial(peak, second, total, bits_N4[:, 3:])
+
     # In the order of the shards, so that all devices find the same bits.
-    found = every[0]
-    for other in every[1:]:
-        found = merge(found, other)
-    return found
+    return reduce(merge, map(of_shard, jnp.unstack(gathered_SN4)))
 
 
 def finish(whole: Partial) -> Confidence:

@@ -180,7 +180,7 @@ def test_each_row_is_what_the_whole_sequence_gives(
 
 @jax.jit
 def run_prefill(params, kv, token_P, done, count):
-    rows = prefill_rows(params, TARGET, kv, token_P, jnp.int32(0), done, TAPS)
+    rows = prefill_rows(params, TARGET, kv, token_P, jnp.int32(0), done, count, TAPS)
     row_P = jnp.arange(token_P.shape[0])
     place = jnp.zeros_like(row_P), done + row_P, row_P < count
     return rows, write_rows(kv, rows.k, rows.v, *place)

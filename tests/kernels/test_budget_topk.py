@@ -150,6 +150,23 @@ def test_random_batches_in_the_kernel(seeds):
         np.testing.assert_allclose(got.gain_R, gain_R, rtol=1e-6, atol=1e-3)
 
 
+@pytest.mark.parametrize("backend", ["xla", "pallas_interpret"])
+def test_shards_of_a_batch_are_planned_apart(backend):
+    """By one call under `vmap`, which is how a mesh plans."""
+    shards = [random_case(seed) for seed in range(3)]
+    stacked = [jnp.stack(parts) for parts in zip(*map(arguments, shards), strict=True)]
+    got = jax.jit(jax.vmap(partial(budget_topk, backend=backend)))(*stacked)
+    for s, shard in enumerate(shards):
+        np.testing.assert_array_equal(got.keep_RB[s], by_hand(shard)[0])
+
+
+def test_shards_lower_for_tpu():
+    shapes = [((4, 16, 7), jnp.float32), ((4, 16), jnp.bool_), ((4, 8), jnp.int32)]
+    run = jax.vmap(partial(budget_topk, backend="pallas_tpu"))
+    args = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    assert "tpu_custom_call" in export_for("tpu", run, *args)
+
+
 def test_survivals_are_the_same_integers_in_numpy_and_near_the_true_ones():
     edges = [0.0, -0.0, 0.5, -np.inf, -1e-45, -16.0, -15.999999, -(2.0**-20)]
     logs_N = np.append(np.linspace(-17, 0, 400_001), edges).astype(np.float32)

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dcut_jax.config import ExpertsConfig
+from dcut_jax.models import experts
 from dcut_jax.models.dense import forward_sequences, head_VE, logits
 from dcut_jax.weights.hf import hf_config, load_hf, save_hf
 from dcut_jax.weights.load import load_target, smollm2_path
@@ -150,6 +152,13 @@ SHAPE = {
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 512,
 }
+EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+}
 PLAIN = {"rope_type": "default", "rope_theta": 1e6}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -168,13 +177,17 @@ def random_model(kind, rope, tied):
         LlamaForCausalLM,
         Qwen3Config,
         Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
     )
 
     torch.manual_seed(0)
     parameters = SHAPE | {"rope_parameters": rope, "tie_word_embeddings": tied}
+    experts = parameters | EXPERTS
     model = {
         "llama": lambda: LlamaForCausalLM(LlamaConfig(**parameters)),
         "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**parameters)),
+        "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**experts)),
     }[kind]()
     with torch.no_grad():
         for value in model.parameters():  # norms too, which start at one
@@ -192,8 +205,14 @@ def random_tokens():
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(
     ("kind", "rope"),
-    [("llama", PLAIN), ("llama", LLAMA3), ("qwen3", PLAIN), ("qwen3", LLAMA3)],
-    ids=["llama", "llama3", "qwen3", "qwen3-scaled"],
+    [
+        ("llama", PLAIN),
+        ("llama", LLAMA3),
+        ("qwen3", PLAIN),
+        ("qwen3", LLAMA3),
+        ("qwen3_moe", PLAIN),
+    ],
+    ids=["llama", "llama3", "qwen3", "qwen3-scaled", "qwen3-moe"],
 )
 def test_random_models_saved_by_transformers(
     tmp_path, random_tokens, kind, rope, tied, shard
@@ -202,13 +221,14 @@ def test_random_models_saved_by_transformers(
     model.save_pretrained(tmp_path, max_shard_size="40KB" if shard else "1GB")
     assert (tmp_path / "model.safetensors").exists() is not shard
     cfg, params = load_hf(tmp_path, "float32")
-    assert (cfg.tied, cfg.qk_norm) == (tied, kind == "qwen3")
+    assert (cfg.tied, cfg.qk_norm) == (tied, kind != "llama")
+    assert (cfg.experts is not None) is (kind == "qwen3_moe")
     assert (cfg.rope.scaling is not None) is (rope is LLAMA3)
     compare(f"{kind} {rope['rope_type']}", cfg, params, model, random_tokens)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe"])
 def test_transformers_reads_what_is_saved(tmp_path, random_tokens, kind, tied):
     from transformers import AutoModelForCausalLM
 
@@ -226,3 +246,87 @@ def test_transformers_reads_what_is_saved(tmp_path, random_tokens, kind, tied):
         theirs(again, random_tokens), theirs(model, random_tokens), strict=True
     ):
         np.testing.assert_allclose(got[0], want[0], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("renormalise", [False, True], ids=["softmax", "renormalised"])
+def test_routing_is_that_of_transformers(monkeypatch, tmp_path, renormalise):
+    """Experts and gate values of every row, and the logits that they lead to."""
+    import torch
+
+    model = random_model("qwen3_moe", PLAIN, False)
+    model.config.norm_topk_prob = renormalise
+    model.save_pretrained(tmp_path)
+    theirs, ours = [], []
+    for layer in model.model.layers:
+        if hasattr(layer.mlp, "gate"):
+            layer.mlp.gate.norm_topk_prob = renormalise
+            layer.mlp.gate.register_forward_hook(lambda m, a, out: theirs.append(out))
+    token_NS = np.random.default_rng(0).integers(0, 120, (2, 40))
+    with torch.no_grad():
+        want = model(torch.tensor(token_NS)).logits.numpy()
+
+    route = experts.route
+
+    def record(*args):
+        ours.append(route(*args))
+        return ours[-1]
+
+    monkeypatch.setattr(experts, "route", record)
+    cfg, params = load_hf(tmp_path, "float32")
+    valid_NS = jnp.ones(token_NS.shape, bool)
+    rows = forward_sequences(params, cfg, jnp.asarray(token_NS, jnp.int32), valid_NS)
+    got = logits(rows.hidden, head_VE(params))
+    print(f"max |logit difference| {np.max(np.abs(got - want)):.2e}")
+    np.testing.assert_allclose(got, want, rtol=0, atol=ATOL)
+    assert len(ours) == len(theirs) == cfg.layers - 1
+    for (_, gate, expert), routing in zip(theirs, ours, strict=True):
+        order = (
+            np.argsort(expert.numpy(), axis=1),
+            np.argsort(routing.expert_NA, axis=1),
+        )
+        for theirs_NA, ours_NA in (
+            (expert, routing.expert_NA),
+            (gate, routing.gate_NA),
+        ):
+            np.testing.assert_allclose(
+                np.take_along_axis(np.asarray(ours_NA), order[1], axis=1),
+                np.take_along_axis(theirs_NA.numpy(), order[0], axis=1),
+                atol=1e-6,
+            )
+
+
+def test_a_shared_expert_is_that_of_qwen2_moe():
+    """A layer of transformers' Qwen2-MoE; the rest of that model is not supported."""
+    import torch
+    from transformers import Qwen2MoeConfig
+    from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
+
+    torch.manual_seed(0)
+    sizes = SHAPE | EXPERTS | {"shared_expert_intermediate_size": 28}
+    sizes = {k: v for k, v in sizes.items() if k not in ("head_dim", "mlp_only_layers")}
+    block = Qwen2MoeSparseMoeBlock(Qwen2MoeConfig(**sizes)).eval()
+    with torch.no_grad():
+        for value in block.parameters():
+            value.copy_(0.2 * torch.randn_like(value))
+    cfg = ExpertsConfig(8, 3, 20, (0,), "renormalised", shared_mlp=28, shared_gate=True)
+    state = {name: value.numpy() for name, value in block.state_dict().items()}
+    gate_QEF, up_QEF = np.split(state["experts.gate_up_proj"].swapaxes(1, 2), 2, axis=2)
+    layer = {
+        "router_EQ": state["gate.weight"].T,
+        "gate_QEF": gate_QEF,
+        "up_QEF": up_QEF,
+        "down_QFE": state["experts.down_proj"].swapaxes(1, 2),
+        "shared": {
+            "gate_EF": state["shared_expert.gate_proj.weight"].T,
+            "up_EF": state["shared_expert.up_proj.weight"].T,
+            "down_FE": state["shared_expert.down_proj.weight"].T,
+        },
+        "shared_gate_E": state["shared_expert_gate.weight"][0],
+    }
+    x = np.random.default_rng(0).standard_normal((1, 30, 48)).astype(np.float32)
+    with torch.no_grad():
+        want = block(torch.tensor(x))
+    want = (want[0] if isinstance(want, tuple) else want).numpy()
+    layer = jax.tree.map(jnp.asarray, layer)
+    got = experts.forward(jnp.asarray(x), layer, cfg, jnp.ones((1, 30), bool))
+    np.testing.assert_allclose(got, want.reshape(x.shape), rtol=0, atol=1e-4)

@@ -8,16 +8,15 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from dcut_jax.axes import DATA, MODEL
 from dcut_jax.config import ConfigError
+from dcut_jax.mesh import place
 from dcut_jax.train.blocks import Blocks
 from dcut_jax.train.config import TrainConfig, make_drafter_config
 from dcut_jax.train.mesh import (
-    DATA,
-    MODEL,
     batch_sharding,
     check_mesh,
     make_mesh,
-    place,
     table_sharding,
 )
 from dcut_jax.train.step import compiled_step, init_state, on_mesh

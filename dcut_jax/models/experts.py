@@ -1,0 +1,118 @@
+"""Mixtures of experts: parameter declaration, routing, and the pass over a layer.
+
+Rows are sorted by the expert they are sent to and each expert multiplies its own; what
+is done on which platform is in `pallas_kernels.experts`. A row's result depends on that
+row alone: its experts' outputs are added in the order of its own scores.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from dcut_jax.config import ExpertsConfig
+from dcut_jax.models.collectives import Over, total
+from dcut_jax.models.layers import project, swiglu
+from dcut_jax.models.params import ParamSpec
+from pallas_kernels.experts import grouped_swiglu
+
+
+def specs(embed: int, cfg: ExpertsConfig) -> dict[str, Any]:
+    """Parameters of the feed-forward part of a layer with experts."""
+    E, Q, F, S = embed, cfg.count, cfg.mlp, cfg.shared_mlp
+    tree: dict[str, Any] = {
+        "router_EQ": ParamSpec((E, Q), ("embed", "experts"), E),
+        "gate_QEF": ParamSpec((Q, E, F), ("experts", "embed", "mlp"), E),
+        "up_QEF": ParamSpec((Q, E, F), ("experts", "embed", "mlp"), E),
+        "down_QFE": ParamSpec((Q, F, E), ("experts", "mlp", "embed"), F),
+    }
+    if cfg.shared_mlp:
+        tree["shared"] = {
+            "gate_EF": ParamSpec((E, S), ("embed", "mlp"), E),
+            "up_EF": ParamSpec((E, S), ("embed", "mlp"), E),
+            "down_FE": ParamSpec((S, E), ("mlp", "embed"), S),
+        }
+    if cfg.shared_gate:
+        tree["shared_gate_E"] = ParamSpec((E,), ("embed",), E)
+    return tree
+
+
+class Routing(NamedTuple):
+    """Where rows go: experts in falling order of their scores, and gate values."""
+
+    expert_NA: Int[Array, "N A"]
+    gate_NA: Float[Array, "N A"]
+
+
+def route(
+    x_NE: Float[Array, "N E"], router_EQ: Float[Array, "E Q"], cfg: ExpertsConfig
+) -> Routing:
+    """Sends each row to the experts with its largest scores, the lower one on ties.
+
+    Source: `Qwen3MoeTopKRouter` of transformers; `gating="ones"` is this project's.
+    """
+    score_NQ = project(x_NE, router_EQ)
+    best_NA, expert_NA = lax.top_k(score_NQ, cfg.active)
+    match cfg.gating:
+        case "softmax":
+            total_N1 = jax.nn.logsumexp(score_NQ, axis=-1, keepdims=True)
+            gate_NA = jnp.exp(best_NA - total_N1)
+        case "renormalised":
+            gate_NA = jax.nn.softmax(best_NA, axis=-1)
+        case "ones":
+            gate_NA = jnp.ones_like(best_NA)
+    return Routing(expert_NA, gate_NA)
+
+
+def forward(
+    x: Float[Array, "*N E"],
+    layer: dict[str, Any],
+    cfg: ExpertsConfig,
+    valid: Bool[Array, "*N"],
+    over: Over = None,
+) -> Float[Array, "*N E"]:
+    """What a layer with experts adds to its rows.
+
+    Args:
+      valid: false on padding, which is sent nowhere: it opens no expert, and nothing
+        but the shared expert is added to it.
+      over: the mesh axis that the feed-forward axis of every expert is cut over.
+    """
+    x_NE = x.reshape(-1, x.shape[-1])
+    routing = route(x_NE, layer["router_EQ"], cfg)
+    expert_NA = jnp.where(valid.reshape(-1, 1), routing.expert_NA, cfg.count)
+    out_NE = total(dispatch(x_NE, Routing(expert_NA, routing.gate_NA), layer), over)
+    if "shared" in layer:
+        shared_NE = swiglu(x_NE, layer["shared"], over)
+        if "shared_gate_E" in layer:
+            mix_N = jax.nn.sigmoid(project(x_NE, layer["shared_gate_E"]))
+            shared_NE = shared_NE * mix_N[:, None]
+        out_NE = out_NE + shared_NE
+    return out_NE.reshape(x.shape)
+
+
+def dispatch(
+    x_NE: Float[Array, "N E"], routing: Routing, layer: dict[str, Any]
+) -> Float[Array, "N E"]:
+    """Runs rows through their experts and adds up what comes back.
+
+    An expert number of Q or more sends the pair nowhere, and it counts as zero.
+    """
+    N, A = routing.expert_NA.shape
+    expert_X = routing.expert_NA.reshape(-1)  # X: pairs of a row and an expert
+    order_X = jnp.argsort(expert_X, stable=True)
+    Q = layer["gate_QEF"].shape[0]
+    size_Q = jnp.sum(expert_X[:, None] == jnp.arange(Q)[None], axis=0, dtype=jnp.int32)
+    out_XE = grouped_swiglu(
+        x_NE[order_X // A],
+        size_Q,
+        layer["gate_QEF"],
+        layer["up_QEF"],
+        layer["down_QFE"],
+        backend="platform",
+    )
+    place_X = jnp.zeros_like(order_X).at[order_X].set(jnp.arange(N * A))
+    out_NAE = out_XE[place_X].reshape(N, A, -1)
+    return jnp.sum(out_NAE * routing.gate_NA[:, :, None], axis=1)

@@ -1,0 +1,92 @@
+"""Several processes that run one program on one mesh.
+
+All of them run the same host loop on the same outcomes, so all dispatch the same steps.
+What differs between them, clocks and files, is the first one's for all.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from dcut_jax.config import ConfigError
+
+# A process that hangs is missed after this long; one that dies, mostly at once.
+HEARTBEAT_S = 30
+
+
+def join(
+    coordinator: str | None, processes: int | None, process_id: int | None
+) -> None:
+    """Joins the processes of a run, before anything touches a device.
+
+    Without any of the three the run is of one process, and nothing is done.
+
+    Raises:
+      ConfigError: some of the three are given, and not all.
+    """
+    given = (coordinator, processes, process_id)
+    if given == (None, None, None):
+        return
+    if coordinator is None or processes is None or process_id is None:
+        raise ConfigError(
+            "--coordinator, --processes and --process-id go together; give all three "
+            "in every process, or none for a run of one"
+        )
+    if not 0 <= process_id < processes:
+        raise ConfigError(
+            f"--process-id {process_id}: expected one of 0 to {processes - 1}, for "
+            f"--processes {processes}"
+        )
+    jax.distributed.initialize(
+        coordinator, processes, process_id, heartbeat_timeout_seconds=HEARTBEAT_S
+    )
+
+
+def several() -> bool:
+    """Whether this is one process of several."""
+    return jax.process_count() > 1
+
+
+def first() -> bool:
+    """Whether this process reports and writes files: the first of them, or the one."""
+    return jax.process_index() == 0
+
+
+def text_of_first(text: str) -> str:
+    """The first process's text, in all of them; for start-up."""
+    if not several():
+        return text
+    data = np.frombuffer(text.encode(), np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(data.size)))
+    padded = np.zeros(size, np.uint8)
+    if first():
+        padded[:] = data
+    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded))).decode()
+
+
+@contextmanager
+def ends_with_others() -> Iterator[None]:
+    """Ends this process where a collective fails, in one line and at once.
+
+    It fails where another process has gone. Leaving in the ordinary way would wait for
+    that one.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if not several():
+            raise
+        print(
+            f"error: process {jax.process_index()} of {jax.process_count()} ends, for "
+            f"a step that all take part in failed; most likely another process has "
+            f"ended: look for its error first. Start all of them again. "
+            f"({str(error).splitlines()[0]})",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
