@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dcut_jax.config import ModelConfig
 from dcut_jax.models import experts
 from dcut_jax.models.attention import attend, causal_mask
-from dcut_jax.models.collectives import Over, lookup, total
+from dcut_jax.models.collectives import Dealt, Over, lookup, total
 from dcut_jax.models.layers import (
     attention_inputs,
     product,
@@ -130,12 +130,13 @@ def feed_forward(
     cfg: ModelConfig,
     valid: Bool[Array, "*N"],
     over: Over = None,
+    dealt: Dealt | None = None,
 ) -> Float[Array, "*N E"]:
     """The second half of a layer: dense, or the experts that its rows are sent to."""
     if "experts" not in layer:
         return swiglu(x, layer, over)
     assert cfg.experts is not None, "a layer with experts, in a config without"
-    return experts.forward(x, layer["experts"], cfg.experts, valid, over)
+    return experts.forward(x, layer["experts"], cfg.experts, valid, over, dealt)
 
 
 def forward(
@@ -147,6 +148,7 @@ def forward(
     attend_layer: Attend,
     taps: tuple[int, ...] = (),
     over: Over = None,
+    dealt: Dealt | None = None,
     feed: Feed | None = None,
 ) -> Rows:
     """Runs token rows through the decoder layers.
@@ -159,6 +161,7 @@ def forward(
       taps: layers whose output (residual stream after the layer) is wanted.
       over: the mesh axis that `params` are cut over, see `models.collectives`. Then
         queries, keys and values are of this device's heads.
+      dealt: how experts are dealt over another mesh axis, see `experts.forward`.
       feed: in place of `feed_forward`, for one that records or trains.
     """
     x = embed(token, params["embed_VE"], over)
@@ -175,7 +178,7 @@ def forward(
             x = x + total(out, over)
             h = rms_norm(x, layer["mlp_norm_E"], cfg.norm_eps)
             if feed is None:
-                x = x + feed_forward(h, layer, cfg, valid, over)
+                x = x + feed_forward(h, layer, cfg, valid, over, dealt)
             else:
                 x = x + feed(h, layer, cfg, valid)
         if i in taps:
