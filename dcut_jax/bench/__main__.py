@@ -120,6 +120,12 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="policies on published cost tables instead, without a model; takes --out",
     )
+    p.add_argument(
+        "--expert-aware",
+        action="store_true",
+        help="with --replay: also what is gained by knowing which experts of a mixture "
+        "each draft opens",
+    )
     return p
 
 
@@ -129,9 +135,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = p.parse_args(argv)
     if args.replay:
         given = {k for k, v in vars(args).items() if v != p.get_default(k)}
-        if unused := sorted(given - {"replay", "out"}):
+        if unused := sorted(given - {"replay", "out", "expert_aware"}):
             flags = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
             p.error(f"--replay runs no model: expected at most --out, found {flags}")
+    elif args.expert_aware:
+        p.error("--expert-aware is of the replay; give --replay with it")
     if args.max_new_tokens < 2:
         p.error(
             "--max-new-tokens: expected at least 2, found 1; a first token comes with "
@@ -158,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     command = shlex.join(["python", "-m", "dcut_jax.bench", *argv])
     if args.replay:
-        return run_replay(command, args.out)
+        return run_replay(command, args.out, expert_aware=args.expert_aware)
     # Whatever can fail does so before any work.
     if not args.no_plot:
         require_matplotlib()

@@ -10,7 +10,7 @@ from dcut_jax.decode.pack import Layout, Packed, groups, unpack
 from dcut_jax.models import dense
 from dcut_jax.models.attention import attend
 from dcut_jax.models.cache import KvCache, as_cached, read_owners, read_slot, read_slots
-from dcut_jax.models.collectives import Over
+from dcut_jax.models.collectives import Dealt, Over
 
 
 def verify_rows(
@@ -23,6 +23,7 @@ def verify_rows(
     lay: Layout,
     taps: tuple[int, ...],
     over: Over = None,
+    dealt: Dealt | None = None,
 ) -> dense.Rows:
     """Runs anchors and kept drafts through the target; the cache is only read.
 
@@ -50,7 +51,15 @@ def verify_rows(
         return out_IJHD.reshape(-1, *out_IJHD.shape[2:])[group.place_T]
 
     return dense.forward(
-        params, cfg, token_T, position_T, packed.valid_T, attend_layer, taps, over
+        params,
+        cfg,
+        token_T,
+        position_T,
+        packed.valid_T,
+        attend_layer,
+        taps,
+        over,
+        dealt,
     )
 
 
@@ -64,6 +73,7 @@ def prefill_rows(
     count: Int[Array, ""],
     taps: tuple[int, ...],
     over: Over = None,
+    dealt: Dealt | None = None,
 ) -> dense.Rows:
     """One chunk of one prompt: causal over itself, after `length` cached positions.
 
@@ -79,5 +89,13 @@ def prefill_rows(
 
     row_P = jnp.arange(P)
     return dense.forward(
-        params, cfg, token_P, length + row_P, row_P < count, attend_layer, taps, over
+        params,
+        cfg,
+        token_P,
+        length + row_P,
+        row_P < count,
+        attend_layer,
+        taps,
+        over,
+        dealt,
     )
