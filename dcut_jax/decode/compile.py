@@ -102,7 +102,7 @@ class Compiler:
                     f"that its policy can ask for when it is built"
                 )
             lowered = self._lowered(build())
-            self._kept[key] = lowered.compile(compiler_options=_compiler_options())
+            self._kept[key] = lowered.compile(compiler_options=compiler_options())
         return self._kept[key]
 
     def _lowered(self, step: "_Step") -> Any:
@@ -329,7 +329,8 @@ class _Step:
     whole: bool = False
 
 
-def _compiler_options() -> dict[str, Any]:
+def compiler_options() -> dict[str, Any]:
+    """What every step of decoding is compiled with."""
     # On XLA:CPU, level 1 took a sixth off compiling, in one noisy run that could not
     # tell its step times from the default's (docs/lab.md).
     if jax.default_backend() == "cpu":

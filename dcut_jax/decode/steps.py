@@ -18,9 +18,9 @@ from dcut_jax.decode.decide import Proposal
 from dcut_jax.decode.defer import Deferred, emptied, nothing_deferred, put_off
 from dcut_jax.decode.pack import Layout, Packed, layout, pack, unpack
 from dcut_jax.decode.propose import propose
-from dcut_jax.decode.sample import Sampling, log_probability, next_token
+from dcut_jax.decode.sample import Sampling, log_probability, next_token, sound
 from dcut_jax.decode.shards import Axes, gathered, own, own_slot
-from dcut_jax.decode.state import COUNTS, DecodeState, Outcome, to_wire
+from dcut_jax.decode.state import BROKEN, COUNTS, DecodeState, Outcome, to_wire
 from dcut_jax.decode.verify import prefill_rows, verify_rows
 from dcut_jax.mesh import Placement
 from dcut_jax.models import dense, drafter
@@ -232,7 +232,10 @@ def defers(models: Models, rows: int, slots: int) -> bool:
 
 
 class Chosen(NamedTuple):
-    """The target's tokens; `logp` as `log_probability` has it, None if not asked."""
+    """The target's tokens; `logp` as `log_probability` has it, None if not asked.
+
+    A row whose logits hold a NaN or +inf, or nothing finite, has the token `BROKEN`.
+    """
 
     token: Array
     logp: Array | None
@@ -253,7 +256,7 @@ def choose(
     else:
         token_T = next_token(logits_TV, sampling, position_T, over)
     logp_T = log_probability(logits_TV, token_T, over) if logprobs else None
-    return Chosen(token_T, logp_T)
+    return Chosen(jnp.where(sound(logits_TV, over), token_T, BROKEN), logp_T)
 
 
 def widen(outcome: Outcome, width: int) -> Outcome:

@@ -34,10 +34,13 @@ def verify_rows(
     group = groups(packed, lay)
     position_T = length_B[packed.owner_T] + packed.offset_T
     mask_IJW = jnp.arange(width)[None, None, :] <= group.offset_IJ[:, :, None]
+    own_BW11 = (jnp.arange(width)[None] < packed.count_B[:, None])[:, :, None, None]
 
     def attend_layer(layer: int, q_THD: Array, k_TGD: Array, v_TGD: Array) -> Array:
         k_TGD, v_TGD = as_cached(kv, k_TGD, v_TGD)
         k_BWGD, v_BWGD = unpack(k_TGD, packed, width), unpack(v_TGD, packed, width)
+        # Behind its own a request has others' rows: masked, but 0 times NaN is NaN.
+        v_BWGD = jnp.where(own_BW11, v_BWGD, 0)
         if lay.overflow:
             k_IWGD, v_IWGD = k_BWGD[group.owner_I], v_BWGD[group.owner_I]
             cached = read_owners(kv, layer, length_B, group.owner_I)

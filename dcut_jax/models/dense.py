@@ -27,6 +27,7 @@ from dcut_jax.models.layers import (
 from dcut_jax.models.params import ParamSpec
 
 Attend = Callable[[int, Array, Array, Array], Array]
+Feed = Callable[[Array, dict[str, Any], ModelConfig, Array], Array]
 
 
 @flax.struct.dataclass
@@ -154,6 +155,7 @@ def forward(
     taps: tuple[int, ...] = (),
     over: Over = None,
     dealt: Dealt | None = None,
+    feed: Feed | None = None,
 ) -> Rows:
     """Runs token rows through the decoder layers.
 
@@ -166,6 +168,7 @@ def forward(
       over: the mesh axis that `params` are cut over, see `models.collectives`. Then
         queries, keys and values are of this device's heads.
       dealt: how experts are dealt over another mesh axis, see `experts.exchange`.
+      feed: in place of `feed_forward`, for one that records or trains.
     """
     x = embed(token, params["embed_VE"], over)
     by = rotation(position, cfg.rope, cfg.head_dim)
@@ -181,8 +184,11 @@ def forward(
             out = project(attend_layer(i, q, k, v), layer["o_HDE"], contract=2)
             x = x + total(out, over)
             h = rms_norm(x, layer["mlp_norm_E"], cfg.norm_eps)
-            more, slow = feed_forward(h, layer, cfg, valid, over, dealt)
-            x, crowded = x + more, crowded + slow
+            if feed is None:
+                more, slow = feed_forward(h, layer, cfg, valid, over, dealt)
+                x, crowded = x + more, crowded + slow
+            else:
+                x = x + feed(h, layer, cfg, valid)
         if i in taps:
             tapped[i] = x
     empty = jnp.zeros((*token.shape, 0), jnp.float32)
@@ -201,6 +207,7 @@ def forward_sequences(
     token_NS: Int[Array, "N S"],
     valid_NS: Bool[Array, "N S"],
     taps: tuple[int, ...] = (),
+    feed: Feed | None = None,
 ) -> Rows:
     """Whole sequences without a cache (training features, parity tests)."""
     position_NS = jnp.broadcast_to(jnp.arange(token_NS.shape[1]), token_NS.shape)
@@ -210,4 +217,6 @@ def forward_sequences(
         del layer
         return attend(q, k, v, mask_NSS)
 
-    return forward(params, cfg, token_NS, position_NS, valid_NS, attend_layer, taps)
+    return forward(
+        params, cfg, token_NS, position_NS, valid_NS, attend_layer, taps, feed=feed
+    )
