@@ -9,7 +9,7 @@ import pytest
 from dcut_jax import profile
 from dcut_jax.config import ExpertsConfig, ModelConfig, RopeConfig
 from dcut_jax.engine.engine import EngineConfig
-from dcut_jax.engine.footprint import footprint, footprint_of_layers
+from dcut_jax.engine.footprint import footprint, footprint_of_layers, render
 from dcut_jax.mesh import make_placement
 from dcut_jax.models import dense
 
@@ -128,20 +128,25 @@ def test_the_command_reads_a_config_alone(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("cfg", "sizes", "strategy"),
+    ("cfg", "sizes", "strategy", "layers"),
     [
-        (LLAMA_70B, {"model": 8}, "tp"),
-        (QWEN_235B, {"expert": 8}, "ep"),
-        (QWEN_235B, {"expert": 2, "model": 4}, "tp+ep"),
+        (LLAMA_70B, {"model": 8}, "tp", 80),
+        (QWEN_235B, {"expert": 8}, "ep", 1),
+        (QWEN_235B, {"expert": 2, "model": 4}, "tp+ep", 1),
     ],
     ids=["70B-tp", "235B-ep", "235B-tp+ep"],
 )
-def test_large_models_compile_without_being_made(cfg, sizes, strategy):
-    """All layers of a plain step, in one program."""
+def test_large_models_compile_without_being_made(cfg, sizes, strategy, layers):
+    """A plain step: all layers in one program, or what one and two layers tell."""
     placement = make_placement(sizes, strategy)
     config = EngineConfig(32, 4096, cache_dtype="bfloat16")
-    steps = by_name(footprint(cfg, placement, config, (1,), prefills=()))
+    rest = (placement, config, (1,), "bfloat16", ())
+    if layers == cfg.layers:
+        steps = by_name(footprint(cfg, *rest))
+    else:
+        steps = by_name(footprint_of_layers(cfg, layers, *rest))
     want = given(cfg, placement, 32, 4096)
+    print(render(tuple(steps.values())))
     assert steps["verify 32 rows"].arguments == pytest.approx(want, rel=1e-3)
     # Nothing of the model's size was ever made.
     assert sum(x.nbytes for x in jax.live_arrays()) < want / 100
