@@ -51,8 +51,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--abstract",
         action="store_true",
         help="memory on each device of --mesh, of a --target that is a config.json, a "
-        "directory with one, or a TOML file as in configs/targets; no weights are read, "
-        "and no drafter is reckoned with",
+        "directory with one, or a TOML file as in configs/targets; no weights are "
+        "read, and no drafter is reckoned with",
     )
     p.add_argument(
         "--layers",
