@@ -34,6 +34,7 @@ class Fingerprint:
       positions: cached positions of a slot.
       sampling: whether requests may draw their tokens.
       logprobs: whether tokens come with their log-probabilities.
+      backends: the forms of the kernels, by operation.
       jax: version.
       code: digest of the source that the measured steps are compiled from.
     """
@@ -51,6 +52,7 @@ class Fingerprint:
     positions: int
     sampling: bool
     logprobs: bool
+    backends: str
     jax: str
     code: str
 
@@ -126,7 +128,7 @@ class CostTable:
     def empty(cls) -> "CostTable":
         """A table without cells, of nowhere; every look-up raises."""
         nowhere = Fingerprint(
-            "", 0, "", (), "", "", "", "", "", "", 0, False, False, "", ""
+            "", 0, "", (), "", "", "", "", "", "", 0, False, False, "", "", ""
         )
         return cls(nowhere, {}, {}, {}, {})
 

@@ -1,5 +1,6 @@
 """The same plan in plain NumPy, for engines that do not run on JAX."""
 
+import math
 from fractions import Fraction
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -11,6 +12,8 @@ Objective = Literal["tokens", "paper"]
 FINEST_RATIO = 10_000
 # The log of a chance just below 1: where a draft stands that something must precede.
 BELOW_CERTAIN = -1e-6
+# Of the integers that stand for survivals; see `survival_units`.
+GAIN_BITS, LOG_BITS, LOG_LIMIT, LOW_BITS, ONE = 17, 20, 16, 12, 1 << 24
 
 
 class NumpyPlan(NamedTuple):
@@ -20,8 +23,8 @@ class NumpyPlan(NamedTuple):
     tier: int  # index of the chosen tier
     budget: int  # drafts kept: the sum of keep_B
     gain: float  # drafts expected to be accepted, none weighted
-    gain_R: np.ndarray  # float64, weighted, in each tier that holds the anchors
-    utility_R: np.ndarray  # float64, tokens per ms; -inf where a tier is too narrow
+    gain_R: np.ndarray  # float32, weighted, in each tier that holds the anchors
+    utility_R: np.ndarray  # float32, tokens per ms; -inf where a tier is too narrow
 
 
 def plan_numpy(
@@ -37,9 +40,9 @@ def plan_numpy(
 ) -> NumpyPlan:
     """Picks the tier that yields most per millisecond, and the drafts that fill it.
 
-    Takes anything that `np.asarray` takes, and decides as `dcut_jax.cut.plan` does; see
-    there for ranges and rules. Gains are summed in float64, so utilities closer than
-    float32 rounding may be told apart here and not there.
+    Takes anything that `np.asarray` takes, and decides as `dcut_jax.cut.plan` does, bit
+    for bit where no request is weighted or due; see there for ranges and rules. (A
+    weight enters by its logarithm, and logarithms differ from library to library.)
 
     Raises:
       ValueError: shapes that do not belong together, tiers that do not rise or cannot
@@ -49,7 +52,7 @@ def plan_numpy(
     """
     survival_BK = np.asarray(log_survival_BK, np.float32)
     active_B = np.asarray(active_B, bool)
-    rows_R, cost_ms_R = np.asarray(rows_R), np.asarray(cost_ms_R, np.float64)
+    rows_R, cost_ms_R = np.asarray(rows_R), np.asarray(cost_ms_R, np.float32)
     check_inputs(survival_BK, active_B, rows_R, cost_ms_R)
     check_options(objective, ratios, tiers=rows_R.size)
 
@@ -68,8 +71,9 @@ def plan_numpy(
         rank_BK[due_B, 0] = BELOW_CERTAIN / 2 * (1 - np.exp(value_BK[due_B, 0]))
     ranked = rank(rank_BK, active_B)
     # gains[m]: sum of what the m first drafts are worth.
-    worth_N = np.exp(falling(value_BK).T[ranked.place_KB], dtype=np.float64)
-    gains = np.append(0.0, np.cumsum(worth_N))
+    units_N = survival_units(falling(value_BK).T[ranked.place_KB])
+    units = np.append(0, np.cumsum(units_N))
+    gains = units.astype(np.float32) * np.float32(2.0**-GAIN_BITS)
     selectable = ranked.owner_N.size
     if ratios is None:
         budget_R = np.minimum(rows_R - active, selectable)
@@ -84,9 +88,10 @@ def plan_numpy(
     feasible_R = fits_R & np.isfinite(cost_ms_R)
     roomy_R = feasible_R & (budget_R >= due_B.sum())
     feasible_R = roomy_R if roomy_R.any() else feasible_R
-    gain_R = np.where(fits_R, gains[budget_R], 0.0)
-    anchors = weight_B[active_B].sum() if objective == "tokens" else 0.0
-    utility_R = np.where(feasible_R, (anchors + gain_R) / cost_ms_R, -np.inf)
+    gain_R = np.where(fits_R, gains[budget_R], np.float32(0))
+    anchors = weight_B[active_B].sum() if objective == "tokens" else np.float32(0)
+    no_R = np.float32(-np.inf)
+    utility_R = np.where(feasible_R, (anchors + gain_R) / cost_ms_R, no_R)
     tier = int(np.argmax(utility_R))  # the first, so the narrowest
     budget = int(budget_R[tier]) if feasible_R.any() else 0
     keep_B = np.bincount(ranked.owner_N[:budget], minlength=active_B.size)
@@ -115,6 +120,28 @@ def rank(survival_BK: np.ndarray, active_B: np.ndarray) -> Ranking:
     order_N = np.argsort(-falling_KB[usable_KB], kind="stable")
     draft_N, owner_N = (index_N[order_N] for index_N in np.nonzero(usable_KB))
     return Ranking(owner_N, (draft_N, owner_N))
+
+
+def survival_units(log_survival: np.ndarray) -> np.ndarray:
+    """Survivals in multiples of `2**-GAIN_BITS`, int64, the same everywhere.
+
+    Libraries round exponentials, and sums of floats, each in its own way; with
+    integers a tier is chosen alike by all. Bit for bit what
+    `pallas_kernels.budget_topk.keys.survival_units` has, which says how it works.
+    """
+    distance = np.clip(-np.asarray(log_survival, np.float32), 0, LOG_LIMIT)
+    steps = (distance * np.float32(1 << LOG_BITS)).astype(np.int64)
+    low = steps & ((1 << LOW_BITS) - 1)
+    product = ONE - (low << (24 - LOG_BITS)) + ((low * low) >> (2 * LOG_BITS - 23))
+    for bit in range(LOW_BITS, LOG_BITS + LOG_LIMIT.bit_length()):
+        distant = 2.0 ** (bit - LOG_BITS)
+        factor = round(ONE * math.exp(-distant)) if distant < LOG_LIMIT else 0
+        upper, lower = factor >> 12, factor & 4095
+        cross = (product >> 12) * lower + (product & 4095) * upper
+        times = (product >> 12) * upper + (cross >> 12)
+        product = np.where((steps >> bit) & 1 == 1, times, product)
+    shift = 24 - GAIN_BITS
+    return (product + (1 << (shift - 1))) >> shift
 
 
 def falling(value_BK: np.ndarray) -> np.ndarray:

@@ -15,8 +15,13 @@ from dcut_jax.cut.numpy_plan import (
     check_options,
     ratio_fractions,
 )
-from pallas_kernels import Backend
-from pallas_kernels.budget_topk import budget_topk
+from pallas_kernels.backends import Backend
+from pallas_kernels.budget_topk import (
+    budget_topk,
+    kept_units,
+    survival_units,
+    units_to_gain,
+)
 
 
 class Plan(NamedTuple):
@@ -233,11 +238,9 @@ def put_first(
 def kept_worth(
     value_BK: Float32[Array, "B K"], keep_RB: Int32[Array, "R B"]
 ) -> Float32[Array, "R"]:
-    """Sum of what each budget's kept drafts are worth."""
-    worth_BK = jnp.where(jnp.isnan(value_BK), 0.0, jnp.exp(value_BK))
-    index_K = jnp.arange(value_BK.shape[1])
-    kept_RBK = index_K[None, None] < keep_RB[:, :, None]
-    return jnp.sum(jnp.where(kept_RBK, worth_BK[None], 0.0), axis=(1, 2))
+    """Sum of what each budget's kept drafts are worth, as `budget_topk` adds up."""
+    units_BK = jnp.where(jnp.isnan(value_BK), 0, survival_units(value_BK))
+    return units_to_gain(kept_units(units_BK, keep_RB))
 
 
 def selectable_drafts(

@@ -178,7 +178,11 @@ class Compiler:
 
         def build() -> _Step:
             fn = partial(
-                S.draft, models=self.models, width=width, columns=shapes.width - 1
+                S.draft,
+                models=self.models,
+                width=width,
+                columns=shapes.width - 1,
+                backends=shapes.backends,
             )
             kv = self._caches(shapes).drafter
             args = (self._params, kv, self._state(shapes))
@@ -217,6 +221,7 @@ class Compiler:
                 lay=lay,
                 wire_width=shapes.wire_width,
                 logprobs=shapes.logprobs,
+                backends=shapes.backends,
             )
             kv, state = self._caches(shapes).target, self._state(shapes)
             args = (self._params, kv, state, _ints(B, K), _ints(B))
@@ -278,7 +283,12 @@ class Compiler:
             sampling = self._state(one).sampling
             caches = self._caches(one, decodes=False)
             args = (self._params, caches, *numbers, sampling)
-            fn = partial(S.prefill, models=self.models, logprobs=shapes.logprobs)
+            fn = partial(
+                S.prefill,
+                models=self.models,
+                logprobs=shapes.logprobs,
+                backends=shapes.backends,
+            )
             ins = ("params", "one_caches", *["whole"] * 4)
             return _Step(fn, args, ins, ("one_caches", "whole"), donated=1)
 

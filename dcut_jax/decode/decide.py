@@ -28,7 +28,7 @@ from dcut_jax.cut.survival import log_survival
 from dcut_jax.decode.shards import from_first, gathered
 from dcut_jax.decode.state import ACCEPTED, DecodeState
 from dcut_jax.mesh import Placement
-from pallas_kernels import Backend
+from pallas_kernels.backends import Backend
 
 
 @flax.struct.dataclass

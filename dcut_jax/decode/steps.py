@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dcut_jax.config import DrafterConfig, ModelConfig
-from dcut_jax.cut.confidence import top1
 from dcut_jax.decode.accept import accept
 from dcut_jax.decode.decide import Proposal
 from dcut_jax.decode.defer import Deferred, emptied, nothing_deferred, put_off
@@ -26,6 +25,8 @@ from dcut_jax.mesh import Placement
 from dcut_jax.models import dense, drafter
 from dcut_jax.models.cache import KvCache, init_cache, write_rows, write_slot
 from dcut_jax.models.collectives import Dealt
+from pallas_kernels.backends import PLAIN, Backends
+from pallas_kernels.confidence import head_confidence
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,7 @@ def draft(
     models: Models,
     width: int,
     columns: int,
+    backends: Backends = PLAIN,
 ) -> Proposal:
     """Asks the drafter for `width` drafts a request, padded to `columns`.
 
@@ -161,6 +163,7 @@ def draft(
         state.anchor_B,
         params["draft_head_VE"],
         models.over,
+        backends,
     )
     pad = ((0, 0), (0, columns - width))
     proposal = Proposal(
@@ -180,6 +183,7 @@ def verify(
     lay: Layout,
     wire_width: int,
     logprobs: bool = False,
+    backends: Backends = PLAIN,
 ) -> tuple[Array, DecodeState, Fresh]:
     """Checks anchors and kept drafts; the outcome comes in its wire form.
 
@@ -212,6 +216,7 @@ def verify(
         state.length_B[packed.owner_T] + packed.offset_T + 1,
         logprobs,
         models.over,
+        backends,
     )
     predicted_BW = unpack(chosen.token, packed, lay.width)
     outcome, after = accept(predicted_BW, token_BK, keep_B, state)
@@ -248,13 +253,22 @@ def choose(
     position_T: Array,
     logprobs: bool,
     over: str | None,
+    backends: Backends,
 ) -> Chosen:
     """The target's token for each of `position_T`, from the row before it."""
-    logits_TV = dense.logits(hidden_TE, dense.head_VE(params["target"]))
+    head_VE = dense.head_VE(params["target"])
     if sampling is None:
-        token_T = top1(logits_TV, over).token
-    else:
-        token_T = next_token(logits_TV, sampling, position_T, over)
+        best = head_confidence(
+            hidden_TE,
+            head_VE,
+            backend=backends.confidence,
+            chunk=backends.head_chunk,
+            over=over,
+        )
+        token_T = jnp.where(jnp.isfinite(best.peak), best.token, BROKEN)
+        return Chosen(token_T, best.logp if logprobs else None)
+    logits_TV = dense.logits(hidden_TE, head_VE)
+    token_T = next_token(logits_TV, sampling, position_T, over)
     logp_T = log_probability(logits_TV, token_T, over) if logprobs else None
     return Chosen(jnp.where(sound(logits_TV, over), token_T, BROKEN), logp_T)
 
@@ -359,6 +373,7 @@ def prefill(
     *,
     models: Models,
     logprobs: bool = False,
+    backends: Backends = PLAIN,
 ) -> tuple[Caches, Chosen]:
     """One chunk of a prompt into one-slot caches; the token that follows its rows.
 
@@ -379,7 +394,9 @@ def prefill(
     )
     last_E = rows.hidden[count - 1]
     position_1 = (length + count)[None]
-    chosen = choose(params, last_E[None], sampling, position_1, logprobs, models.over)
+    chosen = choose(
+        params, last_E[None], sampling, position_1, logprobs, models.over, backends
+    )
 
     row_P = jnp.arange(token_P.shape[0])
     position_P = length + row_P
@@ -459,6 +476,7 @@ class StepShapes:
       stops: stop tokens a request may have.
       sampling: whether requests may draw their tokens.
       logprobs: whether tokens come with their log-probabilities.
+      backends: the forms of the kernels.
       shards: parts that the slots are dealt into; layouts are those of one part.
       crowds: whether rows travel to experts, and so may be too many for one device.
     """
@@ -469,6 +487,7 @@ class StepShapes:
     stops: int
     sampling: bool = False
     logprobs: bool = False
+    backends: Backends = PLAIN
     shards: int = 1
     crowds: bool = False
 

@@ -32,6 +32,7 @@ from dcut_jax.engine.steering import Steering
 from dcut_jax.mesh import require_divisible
 from dcut_jax.models.cache import capacity
 from dcut_jax.processes import several
+from pallas_kernels.backends import Backends, defaults
 
 PREFILL_CHUNKS = (32, 128)
 KEPT_RECORDS = 100_000  # of the newest steps, at least
@@ -49,6 +50,8 @@ class EngineConfig:
       sampling: whether requests may draw their tokens; without, steps are a little
         cheaper.
       logprobs: whether completions hold the log-probabilities of their tokens.
+      backends: the forms of the kernels; None: the defaults of the device that the
+        parameters are on (`pallas_kernels.backends.DEFAULTS`).
     """
 
     slots: int
@@ -57,6 +60,7 @@ class EngineConfig:
     cache_dtype: str = "float32"
     sampling: bool = False
     logprobs: bool = False
+    backends: Backends | None = None
 
     def __post_init__(self) -> None:
         if self.slots < 1:
@@ -78,6 +82,7 @@ class EngineConfig:
 
         Raises:
           ConfigError: the slots cannot be dealt evenly over the models' mesh.
+          ValueError: a backend that cannot run where the parameters are.
         """
         require_divisible(
             "the mesh's shards", models.shards, {"batch size": self.slots}
@@ -89,9 +94,23 @@ class EngineConfig:
             stops=self.max_stops,
             sampling=self.sampling,
             logprobs=self.logprobs,
+            backends=self.backends_on(device_of(models)),
             shards=models.shards,
             crowds=models.dealt(rows=True) is not None,
         )
+
+    def backends_on(self, device: Any) -> Backends:
+        """The forms of the kernels on a device; raises as `shapes` does."""
+        found = self.backends or defaults(device)
+        found.check(device)
+        return found
+
+
+def device_of(models: S.Models) -> Any:
+    """A device that parameters are on; of a mesh they are all of one kind."""
+    return min(
+        jax.tree.leaves(models.params)[0].sharding.device_set, key=lambda d: d.id
+    )
 
 
 @dataclass

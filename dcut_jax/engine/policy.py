@@ -16,7 +16,6 @@ from dcut_jax.decode.decide import PlanKey
 from dcut_jax.decode.defer import CATCH_UPS, ROOM
 from dcut_jax.decode.pack import Layout, layout, tier_rows
 from dcut_jax.decode.steps import StepShapes, anchors_only, everything
-from pallas_kernels import Backend
 
 # Rows per request of the default tiers: about geometric, and holding the full widths of
 # 3, 7 and 15 drafts and the quarters of a block of 16.
@@ -94,7 +93,6 @@ class DCutPolicy:
       patience: no request goes for longer than so many drafting steps without a draft
         of its own being verified. None: it may for ever.
       objective, ratios: see `cut.plan`. `published()` sets them as the paper does.
-      backend: of the top-k kernel.
       probe_every, probe_share, margin: see `cut.width.WidthChooser`.
     """
 
@@ -109,13 +107,12 @@ class DCutPolicy:
     patience: int | None = 32
     objective: Objective = "tokens"
     ratios: tuple[float, ...] | None = None
-    backend: Backend = "xla"
     probe_every: int = 32
     probe_share: float = 0.01
     margin: float = 0.01
 
     @classmethod
-    def published(cls, table: CostTable, backend: Backend = "xla") -> "DCutPolicy":
+    def published(cls, table: CostTable) -> "DCutPolicy":
         """The paper's policy: full blocks, four ratios, anchors not counted."""
         return cls(
             table=table,
@@ -126,7 +123,6 @@ class DCutPolicy:
             patience=None,
             objective="paper",
             ratios=PAPER_RATIOS,
-            backend=backend,
         )
 
     def __post_init__(self) -> None:
@@ -151,11 +147,6 @@ class DCutPolicy:
             raise ValueError(
                 f"objective {self.objective!r} is unknown; choose one of "
                 f"{get_args(Objective)}"
-            )
-        if self.backend not in get_args(Backend):
-            raise ValueError(
-                f"backend {self.backend!r} is unknown; choose one of "
-                f"{get_args(Backend)}"
             )
         if self.fairness not in get_args(Fairness):
             raise ValueError(
@@ -213,7 +204,7 @@ class DCutPolicy:
             widths=self.ladder(shapes),
             objective=self.objective,
             ratios=self.ratios,
-            backend=self.backend,
+            backend=shapes.backends.budget_topk,
             calibrated=self.calibrate,
             patience=self.patience,
             shards=shapes.shards,

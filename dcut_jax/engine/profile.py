@@ -24,7 +24,7 @@ from dcut_jax.decode.compile import Compiler
 from dcut_jax.decode.decide import Situation, init_memory
 from dcut_jax.decode.defer import CATCH_UPS
 from dcut_jax.decode.pack import Layout
-from dcut_jax.engine.engine import Engine, EngineConfig
+from dcut_jax.engine.engine import Engine, EngineConfig, device_of
 from dcut_jax.engine.policy import ArPolicy, DCutPolicy
 from dcut_jax.engine.requests import Request
 from dcut_jax.models.cache import CHUNK
@@ -38,7 +38,8 @@ def fingerprint(
     models: S.Models, config: EngineConfig, target: str, drafter: str
 ) -> Fingerprint:
     """Where this process runs, and on what. `target`, `drafter`: their identities."""
-    device, placement = jax.devices()[0], models.placement
+    device, placement = device_of(models), models.placement
+    forms = asdict(config.backends_on(device))
     weights, drafter_weights = models.params["target"], models.params.get("drafter")
     return Fingerprint(
         device_kind=device.device_kind,
@@ -56,6 +57,7 @@ def fingerprint(
         positions=config.positions,
         sampling=config.sampling,
         logprobs=config.logprobs,
+        backends=" ".join(f"{name}={form}" for name, form in forms.items()),
         jax=jax.__version__,
         code=code_digest(),
     )

@@ -30,6 +30,7 @@ HERE = Fingerprint(
     positions=4096,
     sampling=False,
     logprobs=False,
+    backends="budget_topk=xla",
     jax="0.10.0",
     code="abc",
 )

@@ -30,6 +30,7 @@ HERE = Fingerprint(
     positions=256,
     sampling=False,
     logprobs=False,
+    backends="budget_topk=xla",
     jax="0.10.0",
     code="abc",
 )
@@ -112,6 +113,7 @@ class TestFingerprint:
     OTHERS = {
         "device_kind": "H200",
         "device_count": 8,
+        "backends": "budget_topk=pallas_tpu",
         "host": "another processor, 2 cores",
         "mesh": (("data", 8),),
         "strategy": "dp",

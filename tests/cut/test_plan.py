@@ -51,17 +51,18 @@ PAIR_BK = logs([[0.9, 0.45, 0.05], [0.5, 0.4, 0.3]])
 
 
 class TestByHand:
+    # A gain is within 6e-6 a draft of the sum of survivals: see `budget_topk`.
     def test_tokens_per_ms(self):
         # Gains of 0, 2 and 6 drafts: 0, 0.9 + 0.5, 2.6. Two anchors.
         made = run(PAIR_BK, [True, True], [2, 4, 8], [2.0, 2.5, 4.0])
-        np.testing.assert_allclose(made.utility_R, [1, 3.4 / 2.5, 4.6 / 4], rtol=1e-6)
+        np.testing.assert_allclose(made.utility_R, [1, 3.4 / 2.5, 4.6 / 4], rtol=1e-5)
         assert (made.tier, made.budget) == (1, 2)
         assert made.keep_B.tolist() == [1, 1]
         np.testing.assert_allclose(made.gain, 1.4, rtol=1e-6)
 
     def test_the_papers_objective_leaves_the_anchors_out(self):
         made = run(PAIR_BK, [True, True], [2, 4, 8], [2.0, 2.5, 4.0], objective="paper")
-        np.testing.assert_allclose(made.utility_R, [0, 1.4 / 2.5, 2.6 / 4], rtol=1e-6)
+        np.testing.assert_allclose(made.utility_R, [0, 1.4 / 2.5, 2.6 / 4], rtol=1e-5)
         assert (made.tier, made.budget) == (2, 6)
         assert made.keep_B.tolist() == [3, 3]
 
@@ -198,7 +199,8 @@ def test_matches_numpy_and_holds_the_invariants(objective, ratios, backend):
         batch = (survival_BK, active_B, rows_R, cost_ms_R)
         made = run(*batch, objective=objective, ratios=ratios, backend=backend)
         want = plan_numpy(*batch, objective=objective, ratios=ratios)
-        np.testing.assert_allclose(made.utility_R, want.utility_R, rtol=2e-6)
+        np.testing.assert_array_equal(made.utility_R, want.utility_R)
+        np.testing.assert_array_equal(made.gain_R, want.gain_R)
         np.testing.assert_array_equal(made.keep_B, want.keep_B)
         assert (made.tier, made.budget) == (want.tier, want.budget)
         np.testing.assert_allclose(made.gain, want.gain, rtol=1e-6)
@@ -230,7 +232,7 @@ def test_no_choice_of_prefixes_is_better(batch, drafts):
         tiers = random_tiers(rng, batch, drafts, tiers=3)
         made = run(survival_BK, active_B, *tiers)
         best = best_by_trying_all(survival_BK, active_B, *tiers)
-        np.testing.assert_allclose(made.utility_R[made.tier], best, rtol=1e-6)
+        np.testing.assert_allclose(made.utility_R[made.tier], best, rtol=1e-5)
 
 
 def test_permuting_requests_permutes_the_plan():

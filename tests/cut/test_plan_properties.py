@@ -129,12 +129,17 @@ def test_numpy_makes_the_same_plan(batch, weighted, due):
     made = run(batch, **options)
     args = (batch[k] for k in ("logs_BK", "active_B", "rows_R", "cost_R"))
     want = plan_numpy(*args, **options)
+    if not weighted and not due:
+        np.testing.assert_array_equal(made.gain_R, want.gain_R)
+        np.testing.assert_array_equal(made.utility_R, want.utility_R)
+        np.testing.assert_array_equal(made.keep_B, want.keep_B)
+        return
+    # Logarithms of weights round, and ties then fall either way.
     np.testing.assert_allclose(made.gain_R, want.gain_R, rtol=1e-4, atol=1e-4)
     close = np.sort(want.utility_R)
-    # Utilities nearer than float32 tells apart may choose another tier.
     if close[-1] > close[-2] * (1 + 1e-4) + 1e-6:
         assert made.tier == want.tier
-        if not weighted:  # weighted values round, and ties then fall either way
+        if not weighted:
             np.testing.assert_array_equal(made.keep_B, want.keep_B)
 
 

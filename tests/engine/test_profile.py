@@ -23,6 +23,7 @@ from dcut_jax.engine.profile import (
     table_path,
 )
 from dcut_jax.engine.requests import Request
+from pallas_kernels.backends import Backends
 
 SLOTS, ROUNDS = 4, 2
 CONFIG = EngineConfig(SLOTS, 224)
@@ -165,6 +166,25 @@ class TestFingerprint:
             "sampling: False, here True",
             "logprobs: False, here True",
         ]
+
+    def test_other_kernels_are_others(self, pair, here):
+        forms = Backends(budget_topk="pallas_interpret")
+        there = fingerprint(
+            pair,
+            EngineConfig(SLOTS, 224, backends=forms),
+            "tiny target",
+            "tiny/drafter",
+        )
+        [difference] = here.differences(there)
+        assert "budget_topk=xla" in difference
+        assert "budget_topk=pallas_interpret" in difference
+
+    def test_a_kernel_that_cannot_run_here_is_refused(self, pair):
+        forms = EngineConfig(SLOTS, 224, backends=Backends(budget_topk="pallas_tpu"))
+        with pytest.raises(ValueError, match="runs on TPUs alone, and this is a CPU"):
+            fingerprint(pair, forms, "tiny target", "tiny/drafter")
+        with pytest.raises(ValueError, match="runs on TPUs alone, and this is a CPU"):
+            Engine(pair, forms, ArPolicy())
 
     def test_the_batch_size_is_in_the_cells_instead(self, pair, here):
         other = EngineConfig(SLOTS + 1, 224)
