@@ -102,7 +102,8 @@ class Compiler:
                     f"that its policy can ask for when it is built"
                 )
             lowered = self._lowered(build())
-            self._kept[key] = lowered.compile(compiler_options=_compiler_options())
+            options = _compiler_options(self.models)
+            self._kept[key] = lowered.compile(compiler_options=options)
         return self._kept[key]
 
     def _lowered(self, step: "_Step") -> Any:
@@ -339,10 +340,14 @@ class _Step:
     whole: bool = False
 
 
-def _compiler_options() -> dict[str, Any]:
+def _compiler_options(models: S.Models) -> dict[str, Any]:
     # On XLA:CPU, level 1 took a sixth off compiling, in one noisy run that could not
     # tell its step times from the default's (docs/lab.md).
-    if jax.default_backend() == "cpu":
+    placement = models.placement
+    platform = (
+        placement.mesh.devices.flat[0].platform if placement else jax.default_backend()
+    )
+    if platform == "cpu":
         return {"xla_backend_optimization_level": 1}
     return {}
 
