@@ -27,6 +27,7 @@ LogicalAxis = Literal[
     "embed",
     "mlp",
     "experts",
+    "routes",
     "heads",
     "kv_heads",
     "head_dim",

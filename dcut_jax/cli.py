@@ -22,7 +22,7 @@ from dcut_jax.config import ConfigError
 from dcut_jax.engine.load import NO_DRAFTER
 from dcut_jax.mesh import STRATEGIES, Placement, make_placement
 from dcut_jax.processes import ends_with_others, first, join
-from dcut_jax.weights.load import SMOLLM2
+from dcut_jax.weights.load import SMOLLM2, SMOLLM2_MOE
 
 DTYPES = ("float32", "bfloat16", "float16")
 TRACEBACK = "DCUT_TRACEBACK"
@@ -35,7 +35,8 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target",
         default=SMOLLM2,
-        help=f"a Hugging Face directory, a GGUF file, or {SMOLLM2!r} (default)",
+        help=f"a Hugging Face directory, a GGUF file, {SMOLLM2_MOE!r}, or {SMOLLM2!r} "
+        "(default)",
     )
     parser.add_argument(
         "--drafter",

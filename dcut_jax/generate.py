@@ -20,6 +20,7 @@ from dcut_jax.engine.engine import Engine, EngineConfig
 from dcut_jax.engine.load import (
     NO_DRAFTER,
     Pair,
+    computed_costs,
     has_drafter,
     load_pair,
     stored_costs,
@@ -33,6 +34,8 @@ from dcut_jax.stops import StopStrings
 
 Mode = Literal["ar", "fixed", "dcut"]
 MODES: tuple[Mode, ...] = ("ar", "fixed", "dcut")
+Costs = Literal["measured", "roofline"]
+COSTS: tuple[Costs, ...] = ("measured", "roofline")
 WIDTH = 7
 
 
@@ -55,6 +58,7 @@ def generate(
     halt: Callable[[], Halt] | None = None,
     logprobs: bool = False,
     cost_dir: Path | None = None,
+    costs: Costs = "measured",
     progress: bool = False,
 ) -> list[Completion]:
     """Decodes prompts of any lengths, refilling slots as requests finish.
@@ -69,6 +73,8 @@ def generate(
       mode: "ar", "fixed" (`width` drafts, all verified), or "dcut", which measures
         this machine's costs the first time and keeps them in `cost_dir`.
       max_length: positions a slot can hold; None takes what the prompts need.
+      costs: "roofline" starts at once: where this machine's costs were not measured,
+        they are computed from its peak rates, and corrected while decoding.
       cache_dtype: of the key/value caches.
       temperature, top_k, top_p, min_p: see `decode.sample.Sampling`.
       seed: of the first prompt; the next has the next number.
@@ -116,31 +122,57 @@ def generate(
     )
     models = pair.models if mode != "ar" else pair.without_drafter()
     compiler = Compiler(models, cache_dtype)
-    policy: Policy
-    match mode:
-        case "ar":
-            policy = ArPolicy()
-        case "fixed":
-            policy = FixedPolicy(width)
-        case "dcut":
-            with bar("step costs", None, shown=progress) as update:
-                table = stored_costs(
-                    pair,
-                    config,
-                    [t for p in prompts for t in p] or [0],
-                    compiler,
-                    cost_dir or default_directory(),
-                    on_progress=lambda what, done, total: update(
-                        done, f"measuring {what}"
-                    ),
-                )
-            policy = DCutPolicy(table)
+    with bar("step costs", None, shown=progress and mode == "dcut") as update:
+        policy = policy_of_mode(
+            mode,
+            width,
+            pair,
+            config,
+            compiler,
+            lambda: [t for p in prompts for t in p] or [0],
+            cost_dir or default_directory(),
+            costs=costs,
+            on_progress=lambda what, done, total: update(done, f"measuring {what}"),
+        )
     engine = Engine(models, config, policy, compiler=compiler)
     with bar("decoding", len(requests), shown=progress) as update:
         return engine.generate(
             requests,
             on_progress=lambda done, tokens: update(done, f"decoding, {tokens} tokens"),
         )
+
+
+def policy_of_mode(
+    mode: Mode,
+    width: int,
+    pair: Pair,
+    config: EngineConfig,
+    compiler: Compiler,
+    tokens: Callable[[], Sequence[int]],
+    cost_dir: Path,
+    *,
+    costs: Costs = "measured",
+    on_progress: Callable[[str, int, int], None] | None = None,
+) -> Policy:
+    """The policy that a mode stands for; measures costs where a mode needs them.
+
+    Args:
+      width: drafts, in mode "fixed".
+      tokens: gives real ones, to fill the caches with where costs are measured.
+      costs: see `generate`.
+    """
+    match mode:
+        case "ar":
+            return ArPolicy()
+        case "fixed":
+            return FixedPolicy(width)
+        case "dcut" if costs == "roofline":
+            return DCutPolicy(computed_costs(pair, config, cost_dir))
+        case "dcut":
+            table = stored_costs(
+                pair, config, tokens(), compiler, cost_dir, on_progress=on_progress
+            )
+            return DCutPolicy(table)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -186,6 +218,13 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         help=f"of cost tables, with --mode dcut (default: {default_directory()})",
     )
+    p.add_argument(
+        "--costs",
+        default=COSTS[0],
+        choices=COSTS,
+        help="with --mode dcut: measure the costs of steps where none are stored, "
+        "which takes a while, or compute them from peak rates (default: measured)",
+    )
     return p
 
 
@@ -220,6 +259,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         p.error("expected a text after --stop, found an empty one")
     if args.cost_dir and args.mode != "dcut":
         p.error(f"--cost-dir belongs to --mode dcut; the mode is {args.mode}")
+    if args.costs != COSTS[0] and args.mode != "dcut":
+        p.error(f"--costs belongs to --mode dcut; the mode is {args.mode}")
     return args
 
 
@@ -264,6 +305,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         halt=stops,
         logprobs=args.logprobs,
         cost_dir=args.cost_dir,
+        costs=args.costs,
         progress=sys.stderr.isatty(),
     )
     for conversation, result in zip(conversations, results, strict=True):

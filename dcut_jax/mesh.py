@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dcut_jax.axes import (
+    EXPERT,
     MESH_AXES,
     MODEL,
     SLOTS,
@@ -48,6 +49,11 @@ class Placement:
     def model_axis(self) -> str | None:
         """The mesh axis that heads, feed-forward and words are cut over, if any."""
         return MODEL if "heads" in self.rules else None
+
+    @property
+    def expert_axis(self) -> str | None:
+        """The mesh axis that experts are dealt over, if any."""
+        return EXPERT if "experts" in self.rules else None
 
     @property
     def shards(self) -> int:

@@ -1,4 +1,8 @@
-"""`python -m dcut_jax.profile`: measures the cost table of this machine."""
+"""`python -m dcut_jax.profile`: measures the cost table of this machine.
+
+With `--abstract` it compiles a target's steps for a mesh instead, from its config.json
+alone, and tells what they take of each device's memory.
+"""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -14,14 +18,18 @@ from dcut_jax.cli import (
     positives,
     run,
 )
+from dcut_jax.config import ConfigError, model_config_from_hf
 from dcut_jax.cost.table import CostError, CostTable, Fingerprint
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.engine.engine import EngineConfig
+from dcut_jax.engine.footprint import footprint, footprint_of_layers, render
 from dcut_jax.engine.load import has_drafter, load_pair, measure_costs
 from dcut_jax.engine.profile import ROUNDS, default_directory, table_path, table_text
 from dcut_jax.processes import first
 from dcut_jax.prompts import DEFAULT, load_prompts
+from dcut_jax.weights.json_io import read_json
 
+ROWS = (1, 4, 16)  # of a request, in the steps whose memory is told
 FILLING = 16  # prompts whose tokens fill the caches
 
 
@@ -39,7 +47,25 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="start the table over; default: other batch sizes in it stay",
     )
+    p.add_argument(
+        "--abstract",
+        action="store_true",
+        help="memory on each device of --mesh, of a --target that is a config.json or "
+        "a directory with one; no weights are read, and no drafter is reckoned with",
+    )
+    p.add_argument(
+        "--layers",
+        type=positive,
+        help="with --abstract: compile so many layers, and twice as many, and reckon "
+        "with the rest as more of the same",
+    )
     args = p.parse_args(argv)
+    if args.layers and not args.abstract:
+        p.error("--layers belongs to --abstract")
+    if args.abstract:
+        if args.mesh is None:
+            p.error("--abstract is of a mesh; name one with --mesh")
+        return args
     if not has_drafter(args.target, args.drafter):
         p.error(
             "the costs are those of speculative steps, so this needs a drafter; name "
@@ -70,9 +96,30 @@ def stored(path: Path, here: Fingerprint) -> CostTable | None:
         ) from error
 
 
+def tell_memory(args: argparse.Namespace) -> int:
+    """Prints what the steps of a target take, which need not be there."""
+    path = Path(args.target)
+    file = path / "config.json" if path.is_dir() else path
+    target = model_config_from_hf(read_json(file), str(file))
+    placement = placement_of(args)
+    if placement is None:
+        raise ConfigError("--abstract is of a mesh of several devices; found one")
+    for batch in args.batch_sizes:
+        config = EngineConfig(batch, args.max_length, cache_dtype=args.cache_dtype)
+        rest = (placement, config, ROWS, args.dtype)
+        if args.layers:
+            steps = footprint_of_layers(target, args.layers, *rest)
+        else:
+            steps = footprint(target, *rest)
+        print(f"batch {batch}\n{render(steps)}")
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Profiles each batch size and adds it to the stored table."""
     args = parse(argv)
+    if args.abstract:
+        return tell_memory(args)
     pair = load_pair(
         args.target, args.drafter, args.dtype, args.draft_dtype, placement_of(args)
     )

@@ -77,6 +77,7 @@ class Setup:
       patience: steps without a verified draft after which a request is given one;
         None: never.
       calibrates: whether plans go by chances learned online, not by confidences.
+      paid: what steps really take, where that is not what is planned by; None: it is.
     """
 
     widths: tuple[int, ...]
@@ -87,16 +88,18 @@ class Setup:
     fairness: Fairness = "equal"
     patience: int | None = None
     calibrates: bool = False
+    paid: StepCosts | None = None
 
     def __post_init__(self) -> None:
         wanted = len(self.widths), len(self.rows_R)
-        found = self.costs.planned_MR.shape
-        if found != wanted or self.costs.full_M.shape != wanted[:1]:
-            raise ValueError(
-                f"expected costs for {wanted[0]} widths and {wanted[1]} tiers, found "
-                f"planned_MR {found} and full_M {self.costs.full_M.shape}; give every "
-                f"width and tier a cost, infinite where there is no such step"
-            )
+        for costs in (self.costs, self.paid or self.costs):
+            found = costs.planned_MR.shape
+            if found != wanted or costs.full_M.shape != wanted[:1]:
+                raise ValueError(
+                    f"expected costs for {wanted[0]} widths and {wanted[1]} tiers, "
+                    f"found planned_MR {found} and full_M {costs.full_M.shape}; give "
+                    f"every width and tier a cost, infinite where there is no such step"
+                )
 
 
 class Chooser(Protocol):
@@ -310,7 +313,7 @@ class Simulation:
         return np.asarray(survival_BK)
 
     def _ms(self, choice: Choice, plan: NumpyPlan | None) -> float:
-        costs = self.setup.costs
+        costs = self.setup.paid or self.setup.costs
         if choice.width == 0:
             return costs.plain_ms
         m = self.setup.widths.index(choice.width)

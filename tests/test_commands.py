@@ -133,6 +133,7 @@ class TestBench:
         [
             ("--max-new-tokens 1", "expected at least 2, found 1"),
             ("--batch-sizes 1,8,1", "1 is there twice"),
+            ("--expert-aware", "give --replay with it"),
             ("--arms ar,dcut,ar", "ar is there twice"),
             ("--arms ar,fixed", "arm 'fixed' is unknown"),
             ("--arms fixed-0", "arm 'fixed-0' is unknown"),
@@ -214,6 +215,15 @@ class TestGenerate:
         assert all(len(line.split()) <= 6 for line in lines[1::2])
         assert texts["fixed"] == texts["dcut"] == texts["ar"]
         assert len(list((tmp_path / "cost").iterdir())) == 1
+
+    def test_computed_costs_need_no_measuring(self, prompts, tmp_path, capsys):
+        flags = [*PAIR, *prompts, *self.FLAGS]
+        generate.main([*flags, "--mode", "ar"])
+        text = capsys.readouterr().out
+        cost = ["--costs", "roofline", "--cost-dir", str(tmp_path / "cost")]
+        assert generate.main([*flags, *cost]) == 0
+        assert capsys.readouterr().out == text
+        assert not (tmp_path / "cost").exists()
 
     def test_draws_are_the_same_in_every_mode(self, prompts, tmp_path, capsys):
         draws = "--temperature 1.5 --top-p 0.95 --seed 3".split()
@@ -299,6 +309,7 @@ class TestGenerate:
             ("--limit 3 hello", "--limit belongs to --prompts"),
             ("--mode fixed --cost-dir x", "--cost-dir belongs to --mode dcut"),
             ("--drafter none --cost-dir x", "belongs to --mode dcut; the mode is ar"),
+            ("--mode ar --costs roofline", "--costs belongs to --mode dcut"),
             ("--drafter none --mode dcut", "--mode dcut needs a drafter; name one"),
             ("--target elsewhere --mode fixed", "--mode fixed needs a drafter"),
             ("--prompts default hello", "not both"),

@@ -39,6 +39,7 @@ from dcut_jax.bench.runner import (
     run_cell,
     wrong_arms,
 )
+from dcut_jax.bench.serve import run_serve
 from dcut_jax.cli import (
     add_mesh_flags,
     add_model_flags,
@@ -82,7 +83,11 @@ def arm_names(text: str) -> tuple[str, ...]:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    p = argparse.ArgumentParser(prog="python -m dcut_jax.bench", description=__doc__)
+    p = argparse.ArgumentParser(
+        prog="python -m dcut_jax.bench",
+        description=__doc__,
+        epilog="`bench serve` puts servers under load instead; it has flags of its own",
+    )
     add_model_flags(p)
     add_mesh_flags(p)
     p.add_argument("--batch-sizes", type=positives, default=(1, 4, 8, 16, 32))
@@ -115,6 +120,12 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="policies on published cost tables instead, without a model; takes --out",
     )
+    p.add_argument(
+        "--expert-aware",
+        action="store_true",
+        help="with --replay: also what is gained by knowing which experts of a mixture "
+        "each draft opens",
+    )
     return p
 
 
@@ -124,9 +135,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = p.parse_args(argv)
     if args.replay:
         given = {k for k, v in vars(args).items() if v != p.get_default(k)}
-        if unused := sorted(given - {"replay", "out"}):
+        if unused := sorted(given - {"replay", "out", "expert_aware"}):
             flags = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
             p.error(f"--replay runs no model: expected at most --out, found {flags}")
+    elif args.expert_aware:
+        p.error("--expert-aware is of the replay; give --replay with it")
     if args.max_new_tokens < 2:
         p.error(
             "--max-new-tokens: expected at least 2, found 1; a first token comes with "
@@ -147,11 +160,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the bench; status 1 if a text leaves AR's at more than a near-tie."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] == "serve":
+        return run_serve(argv[1:])
     args = parse(argv)
-    typed = sys.argv[1:] if argv is None else argv
-    command = shlex.join(["python", "-m", "dcut_jax.bench", *typed])
+    command = shlex.join(["python", "-m", "dcut_jax.bench", *argv])
     if args.replay:
-        return run_replay(command, args.out)
+        return run_replay(command, args.out, expert_aware=args.expert_aware)
     # Whatever can fail does so before any work.
     if not args.no_plot:
         require_matplotlib()

@@ -22,6 +22,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from dcut_jax.bench.expert_aware import (
+    BATCH_SIZES,
+    EXPERT_NOTE,
+    ROUTINGS,
+    ExpertCell,
+    expert_cells,
+    expert_table,
+    expert_title,
+)
+from dcut_jax.bench.on_paper import ACCEPTANCE, dcut_setup, work_ms
 from dcut_jax.bench.published import (
     AR,
     BLOCK,
@@ -30,23 +40,18 @@ from dcut_jax.bench.published import (
     fit_step_times,
     load_published,
 )
+from dcut_jax.bench.regret import RegretCell, cases, regret_cells, regret_table
 from dcut_jax.bench.report import COLUMNS
 from dcut_jax.cli import bar
-from dcut_jax.cost.online import Work
 from dcut_jax.cost.table import CostTable
 from dcut_jax.cut.fairness import jain_index
 from dcut_jax.cut.width import PLAIN, Choice, StepCosts
-from dcut_jax.decode.defer import CATCH_UPS
-from dcut_jax.decode.steps import StepShapes, anchors_only
+from dcut_jax.decode.steps import StepShapes
 from dcut_jax.engine.policy import (
-    PLAN_WORK,
     ArPolicy,
     DCutPolicy,
     FixedPolicy,
     Policy,
-    catch_up_work,
-    draft_work,
-    verify_work,
 )
 from dcut_jax.simulate import (
     Acceptance,
@@ -60,10 +65,6 @@ from dcut_jax.simulate import (
 
 VERSION = 1
 
-# Least squares of logs (Nelder-Mead, by hand) on the eight published allocations: what
-# 32 requests get of so many rows, dealt out evenly or to the most confident. All are
-# met within 1%, without a term for where in its block a draft stands.
-ACCEPTANCE = Acceptance(level=5.5, step_sd=1.35, draft_sd=5.05)
 # Ease of a hard request: full blocks then yield 3.16 / 5.54 of an easy one's tokens,
 # as published lengths on MT-Bench and GSM8K compare.
 HARD = -2.6
@@ -139,17 +140,8 @@ def prepare(arm: Arm, times: StepTimes) -> tuple[Setup, Chooser]:
     shapes = StepShapes(slots=times.slots, positions=0, width=arm.block, stops=0)
     policy = arm.policy
     if isinstance(policy, DCutPolicy):
-        setup = Setup(
-            widths=policy.ladder(shapes),
-            rows_R=policy.tiers(shapes),
-            costs=policy.costs(shapes, work_ms(policy, shapes, times)),
-            objective=policy.objective,
-            ratios=policy.ratios,
-            fairness=policy.fairness,
-            patience=policy.patience,
-            calibrates=policy.calibrate,
-        )
-        return setup, policy.chooser(shapes)
+        costs = policy.costs(shapes, work_ms(policy, shapes, times))
+        return dcut_setup(policy, shapes, costs), policy.chooser(shapes)
     widths = policy.ladder(shapes) or (arm.block - 1,)
     costs = StepCosts(
         plain_ms=times.verify_ms(times.slots),
@@ -159,22 +151,6 @@ def prepare(arm: Arm, times: StepTimes) -> tuple[Setup, Chooser]:
     fixed = isinstance(policy, FixedPolicy)
     same = Choice(widths[0], planned=False) if fixed else PLAIN
     return Setup(widths, (times.slots * arm.block,), costs), Always(same)
-
-
-def work_ms(
-    policy: DCutPolicy, shapes: StepShapes, times: StepTimes
-) -> dict[Work, float]:
-    """Times of all work that a policy's steps are made of.
-
-    Planning is free, and so is the drafter's context of plain steps.
-    """
-    layouts = [anchors_only(shapes), *policy.layouts(shapes)]
-    return {
-        PLAN_WORK: 0.0,
-        **{catch_up_work(steps): 0.0 for steps in CATCH_UPS},
-        **{draft_work(w): times.draft_ms(w) for w in policy.ladder(shapes)},
-        **{verify_work(lay): times.verify_ms(lay.rows) for lay in layouts},
-    }
 
 
 def run_arm(arm: Arm, times: StepTimes, acceptance: Acceptance) -> Run:
@@ -248,18 +224,28 @@ class ReplayResult:
     source: str
     cells: tuple[ReplayCell, ...]
     fair: tuple[FairCell, ...]
+    regret: tuple[RegretCell, ...] = ()
+    experts: tuple[ExpertCell, ...] = ()
 
     def to_json(self) -> str:
         """One line."""
-        cells = [{**asdict(cell), "error": cell.error} for cell in self.cells]
-        data = {"version": VERSION, "replayed": True, **asdict(self), "cells": cells}
+        data = {"version": VERSION, "replayed": True, **asdict(self)}
+        data["cells"] = [{**asdict(cell), "error": cell.error} for cell in self.cells]
+        data["regret"] = [{**asdict(cell), "lost": cell.lost} for cell in self.regret]
+        data["experts"] = [{**asdict(cell), "gain": cell.gain} for cell in self.experts]
         return json.dumps(data, allow_nan=False)
 
 
 def replay(
-    command: str, update: Callable[[int, str], None] = lambda done, what: None
+    command: str,
+    update: Callable[[int, str], None] = lambda done, what: None,
+    *,
+    expert_aware: bool = False,
 ) -> ReplayResult:
-    """All tables; `update` is told how many cells are done, and which arm is next."""
+    """All tables; `update` is told how many cells are done, and which arm is next.
+
+    `expert_aware`: whether that of knowing experts is among them.
+    """
     published = load_published()
     times = {m.name: fit_step_times(published, m) for m in published.models}
     dense = published.models[0]
@@ -277,21 +263,37 @@ def replay(
     for arm in FAIR:
         update(len(cells) + len(fair), f"fairness, {arm.name}")
         fair.append(fair_cell(arm, times[dense.name][FAIR_BATCH]))
-    update(len(cells) + len(fair), "replayed")
+    regret: list[RegretCell] = []
+    for case in cases(published):
+        for cell in regret_cells(case, published.batch_sizes):
+            regret.append(cell)
+            done = len(cells) + len(fair) + len(regret)
+            update(done, f"wrong costs, {case.what}")
+    experts: list[ExpertCell] = []
+    if expert_aware:
+        for expert in expert_cells():
+            experts.append(expert)
+            done = len(cells) + len(fair) + len(regret) + len(experts)
+            update(done, f"experts, {expert.routing}")
+    update(cell_count(expert_aware), "replayed")
     return ReplayResult(
         command=command,
         date=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         source=published.source,
         cells=tuple(cells),
         fair=tuple(fair),
+        regret=tuple(regret),
+        experts=tuple(experts),
     )
 
 
-def cell_count() -> int:
+def cell_count(expert_aware: bool = False) -> int:
     """Cells of a whole replay."""
     published = load_published()
     arms = len(ROWS) * len(published.models) + 2 * len(TERMS)
-    return arms * len(published.batch_sizes) + len(FAIR)
+    pairs = sum(len(case.costs) * (len(case.costs) - 1) for case in cases(published))
+    experts = len(ROUTINGS) * len(BATCH_SIZES) if expert_aware else 0
+    return (arms + pairs) * len(published.batch_sizes) + len(FAIR) + experts
 
 
 def arm_cells(
@@ -393,6 +395,14 @@ def render(result: ReplayResult) -> str:
         console.print(_fair_title(terms[0].model), style="b")
         console.print(_fair_table(result.fair))
         console.print(_FAIR_NOTE)
+        if result.regret:
+            console.print("replayed: throughput lost by wrong costs", style="b")
+            console.print(regret_table(result.regret))
+            console.print(_REGRET_NOTE)
+        if result.experts:
+            console.print(expert_title(), style="b")
+            console.print(expert_table(result.experts))
+            console.print(EXPERT_NOTE)
         console.print(f"source: {result.source}")
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
@@ -408,6 +418,11 @@ adds: to the geometric mean of the line above
 """
 _FAIR_NOTE = f"""\
 ms per token, over requests of {FAIR_TOKENS} tokens; Jain: index over their speeds
+"""
+
+
+_REGRET_NOTE = """\
+against planning by the costs that are paid; computed: from peak rates
 """
 
 
@@ -481,11 +496,11 @@ def _row(ratios: Sequence[float]) -> list[str]:
     return [*(f"{ratio:.2f}" for ratio in ratios), f"{mean:.3f}"]
 
 
-def run_replay(command: str, out: Path) -> int:
+def run_replay(command: str, out: Path, *, expert_aware: bool = False) -> int:
     """Replays, writes the record, prints the tables; returns the status."""
     out.mkdir(parents=True, exist_ok=True)
-    with bar("replaying", cell_count()) as update:
-        result = replay(command, update)
+    with bar("replaying", cell_count(expert_aware)) as update:
+        result = replay(command, update, expert_aware=expert_aware)
     path = out / "replay.json"
     path.write_text(result.to_json() + "\n")
     print(render(result))

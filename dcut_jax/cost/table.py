@@ -5,10 +5,10 @@ Imports nothing but NumPy, so that another engine can read a table without JAX.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -67,6 +67,9 @@ class Fingerprint:
 
 # The kinds of cells, and how many numbers name one.
 KEY_PARTS = {"draft": 3, "verify": 4, "plan": 1, "catch_up": 2}
+# Measured; or computed from peak rates, as they are or fitted to a table of the same
+# fingerprint that lacks this batch size (`cost.select`).
+Source = Literal["measured", "roofline", "fitted roofline"]
 Samples = Mapping[tuple[int, ...], tuple[float, ...]]
 
 
@@ -81,6 +84,11 @@ class CostTable:
       plan: by (slots,): planning, packing and the read-back that AR does without.
       catch_up: by (slots, steps): projecting the drafter's context of so many plain
         steps.
+      source: how the times came about. What is computed takes a table's place where
+        nothing was measured, and says so.
+      experts: by the keys of `verify`, not times but distinct experts of a layer that
+        the rows of a data shard touched, mean over layers with experts and over
+        shards; empty where that is unknown.
     """
 
     fingerprint: Fingerprint
@@ -88,8 +96,21 @@ class CostTable:
     verify: Samples
     plan: Samples
     catch_up: Samples
+    source: Source = "measured"
+    experts: Samples = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.source not in get_args(Source):
+            raise CostError(
+                f"source {self.source!r} of a cost table is unknown; expected one of "
+                f"{get_args(Source)}"
+            )
+        for key, counts in self.experts.items():
+            if key not in self.verify or not all(0 < n < np.inf for n in counts):
+                raise CostError(
+                    f"distinct experts of {key}: expected counts above 0 for a step "
+                    f"that has a verify time, found {counts}; {HOW_TO_MEASURE}"
+                )
         for name, parts in KEY_PARTS.items():
             for key, samples in getattr(self, name).items():
                 if len(key) != parts or not all(isinstance(k, int) for k in key):
@@ -168,14 +189,25 @@ class CostTable:
         return float(np.median(samples))
 
     def merged(self, other: "CostTable") -> "CostTable":
-        """Both tables' cells; `other` wins where both have one."""
+        """Both tables' cells; `other` wins where both have one.
+
+        Raises:
+          CostError: they are of different places, or one is measured and one is not.
+        """
         other.require(self.fingerprint)
+        if other.source != self.source:
+            raise CostError(
+                f"one table is {self.source}, the other {other.source}; expected both "
+                f"to be of one kind. {HOW_TO_MEASURE} and use that alone"
+            )
         return CostTable(
             self.fingerprint,
             {**self.draft, **other.draft},
             {**self.verify, **other.verify},
             {**self.plan, **other.plan},
             {**self.catch_up, **other.catch_up},
+            self.source,
+            {**self.experts, **other.experts},
         )
 
     def save(self, path: Path) -> None:
@@ -183,11 +215,12 @@ class CostTable:
         data = {
             "version": VERSION,
             "fingerprint": asdict(self.fingerprint),
+            "source": self.source,
             **{
                 name: [
                     [list(k), list(v)] for k, v in sorted(getattr(self, name).items())
                 ]
-                for name in KEY_PARTS
+                for name in (*KEY_PARTS, "experts")
             },
         }
         write_text(path, json.dumps(data))
@@ -216,7 +249,10 @@ class CostTable:
             tables = {
                 name: {tuple(k): tuple(v) for k, v in data[name]} for name in KEY_PARTS
             }
-            return cls(Fingerprint(**print_), **tables)
+            # Tables of dense models, and older ones, have neither of these two.
+            seen = {tuple(k): tuple(v) for k, v in data.get("experts", ())}
+            source = data.get("source", "measured")
+            return cls(Fingerprint(**print_), **tables, source=source, experts=seen)
         except CostError:
             raise
         except (KeyError, TypeError, ValueError, RecursionError) as e:

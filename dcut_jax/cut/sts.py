@@ -6,13 +6,15 @@ fitted, position after position: each divides its position's log-odds such that 
 product up to there, with the temperatures before it held fixed, meets how often the
 whole prefix was accepted. A temperature keeps the order of drafts within a position.
 
-Decoding itself calibrates online, in `cut.calibration`; this judges a trained
-confidence head on data at rest. NumPy alone.
+Decoding itself calibrates online, in `cut.calibration`; this judges a trained drafter's
+confidences on data at rest (`train eval`). NumPy alone.
 
 Source: DSpark (arXiv 2607.05147), sequential temperature scaling: temperatures from a
 grid, by the calibration error. The grid and the choice among equals are our own, the 20
 bins those of deepseek-ai/DeepSpec's evaluation (`eval/dspark/evaluator.py`).
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -79,6 +81,89 @@ def prefix_error(
     return np.array(
         [_error(chance_N, accepted_N > k) for k, chance_N in enumerate(chance_NK.T)]
     )
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What temperatures do for texts that they were not fitted on, by position.
+
+    Attributes:
+      temperatures: fitted on all texts; those to use.
+      drafts: how many count.
+      before, after: `prefix_error` of the chances as they are, and with temperatures:
+        each half of the texts with those of the other half, both by their drafts. NaN
+        where no draft counts.
+    """
+
+    temperatures: tuple[float, ...]
+    drafts: tuple[int, ...]
+    before: tuple[float, ...]
+    after: tuple[float, ...]
+
+    @property
+    def error_before(self) -> float:
+        """The mean of `before` over all drafts; NaN where there is none."""
+        return _mean(np.array(self.before), np.array(self.drafts))
+
+    @property
+    def error_after(self) -> float:
+        """The mean of `after` over all drafts; NaN where there is none."""
+        return _mean(np.array(self.after), np.array(self.drafts))
+
+
+def cross_fit(
+    logit_NK: np.ndarray, accepted_N: np.ndarray, second_N: np.ndarray
+) -> Scaling:
+    """Fits temperatures on each half of some blocks, and judges them on the other.
+
+    Args:
+      logit_NK, accepted_N: as for `fit_temperatures`.
+      second_N: which blocks are of the second half. Blocks of one text belong
+        together: they are much alike.
+
+    Raises:
+      ValueError: shapes do not fit, or a half is empty.
+    """
+    _check(logit_NK, accepted_N)
+    if second_N.shape != accepted_N.shape or second_N.all() or not second_N.any():
+        raise ValueError(
+            f"expected {len(accepted_N)} blocks in two halves; found "
+            f"{int(second_N.sum())} of {second_N.size} in the second"
+        )
+    parts = (~second_N, second_N)
+    halves = [(logit_NK[part_N], accepted_N[part_N]) for part_N in parts]
+    plain_K = np.ones(logit_NK.shape[1])
+    count_HK = np.array([_counting(logit_NK) for logit_NK, _ in halves])
+    before_HK = np.array([prefix_error(*half, plain_K) for half in halves])
+    after_HK = np.array(
+        [
+            prefix_error(*half, fit_temperatures(*other))
+            for half, other in zip(halves, reversed(halves), strict=True)
+        ]
+    )
+
+    def both(error_HK: np.ndarray) -> tuple[float, ...]:
+        pairs = zip(error_HK.T, count_HK.T, strict=True)
+        return tuple(_mean(error_H, count_H) for error_H, count_H in pairs)
+
+    return Scaling(
+        temperatures=tuple(fit_temperatures(logit_NK, accepted_N).tolist()),
+        drafts=tuple(count_HK.sum(axis=0).tolist()),
+        before=both(before_HK),
+        after=both(after_HK),
+    )
+
+
+def _counting(logit_NK: np.ndarray) -> np.ndarray:
+    """How many drafts count, `[K]`."""
+    return (~np.isnan(np.cumsum(np.abs(logit_NK), axis=1))).sum(axis=0)
+
+
+def _mean(error_X: np.ndarray, count_X: np.ndarray) -> float:
+    """The mean by counts; NaN where they are all 0."""
+    if not count_X.sum():
+        return float("nan")
+    return float(np.sum(np.where(count_X > 0, error_X, 0) * count_X) / count_X.sum())
 
 
 def _check(logit_NK: np.ndarray, accepted_N: np.ndarray) -> None:

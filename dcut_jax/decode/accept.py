@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from dcut_jax.decode.state import DecodeState, Outcome
+from dcut_jax.decode.state import BROKEN, DecodeState, Outcome
 
 
 def accept(
@@ -19,7 +19,8 @@ def accept(
     Args:
       predicted_BW: the target's own token after each row, its arg-max or its draw for
         that position; row 0 follows the anchor. A draft is accepted where it is this
-        token, so what comes out is plain decoding's whatever was proposed.
+        token, so what comes out is plain decoding's whatever was proposed. `BROKEN`
+        ends a request as a stop token does; no draft is equal to it.
       draft_BK: proposals, of which the first `keep_B` were verified. `K >= W - 1`.
 
     Returns:
@@ -34,6 +35,7 @@ def accept(
 
     # An accepted draft is the target's own token, so predictions are the output.
     is_stop_BW = jnp.any(predicted_BW[:, :, None] == state.stop_BZ[:, None, :], axis=2)
+    is_stop_BW |= predicted_BW == BROKEN
     to_stop_B = jnp.min(jnp.where(is_stop_BW, index_1W + 1, W + 1), axis=1)
     count_B = jnp.minimum(jnp.minimum(accepted_B + 1, to_stop_B), state.room_B)
     count_B = jnp.where(state.active_B, count_B, 0)
@@ -45,6 +47,7 @@ def accept(
         token_BW=predicted_BW,
         count_B=count_B,
         accepted_B=jnp.where(state.active_B, accepted_B, 0),
+        verified_B=jnp.where(state.active_B, keep_B, 0),
         finished_B=finished_B,
     )
     return outcome, replace(

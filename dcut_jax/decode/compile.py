@@ -28,6 +28,7 @@ from dcut_jax.decode.pack import Layout
 from dcut_jax.decode.placing import Places
 from dcut_jax.decode.shards import from_first
 from dcut_jax.decode.state import DecodeState, init_state
+from dcut_jax.mesh import Placement
 
 Executable = Callable[..., Any]
 
@@ -102,7 +103,7 @@ class Compiler:
                     f"that its policy can ask for when it is built"
                 )
             lowered = self._lowered(build())
-            options = _compiler_options(self.models)
+            options = compiler_options(self.models.placement)
             self._kept[key] = lowered.compile(compiler_options=options)
         return self._kept[key]
 
@@ -340,13 +341,13 @@ class _Step:
     whole: bool = False
 
 
-def _compiler_options(models: S.Models) -> dict[str, Any]:
-    # On XLA:CPU, level 1 took a sixth off compiling, in one noisy run that could not
-    # tell its step times from the default's (docs/lab.md).
-    placement = models.placement
+def compiler_options(placement: Placement | None = None) -> dict[str, Any]:
+    """What every step of decoding is compiled with, on a mesh or on this device."""
     platform = (
         placement.mesh.devices.flat[0].platform if placement else jax.default_backend()
     )
+    # On XLA:CPU, level 1 took a sixth off compiling, in one noisy run that could not
+    # tell its step times from the default's (docs/lab.md).
     if platform == "cpu":
         return {"xla_backend_optimization_level": 1}
     return {}

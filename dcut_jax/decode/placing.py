@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from dcut_jax.axes import MODEL, SLOTS
+from dcut_jax.axes import EXPERT, MODEL, SLOTS
 from dcut_jax.decode.steps import Caches, Fresh, Models
 from dcut_jax.mesh import (
     Placement,
@@ -15,7 +15,6 @@ from dcut_jax.mesh import (
     require_divisible,
 )
 from dcut_jax.models import dense, drafter
-from dcut_jax.models.cache import KvCache
 
 
 def param_specs(models: Models) -> dict[str, Any]:
@@ -67,15 +66,22 @@ def abstract(models: Models, placement: Placement, dtypes: Any) -> Models:
 
 def check_models(models: Models, placement: Placement) -> None:
     """Raises ConfigError where a mesh does not divide the models."""
+    target, draft, experts = models.target, models.drafter, models.target.experts
+    if experts is not None and placement.expert_axis is not None:
+        many = placement.mesh.shape[placement.expert_axis]
+        require_divisible(f"mesh axis {EXPERT}", many, {"experts": experts.count})
     if placement.model_axis is None:
         return
-    target, draft = models.target, models.drafter
     sizes = {
         "heads": target.heads,
         "key/value heads": target.kv_heads,
         "feed-forward": target.mlp,
         "vocabulary": target.vocab,
     }
+    if experts is not None:
+        sizes["an expert's feed-forward"] = experts.mlp
+        if experts.shared_mlp:
+            sizes["the shared expert's"] = experts.shared_mlp
     if draft is not None:
         sizes |= {
             "the drafter's heads": draft.heads,
@@ -98,17 +104,14 @@ class Places:
     """
 
     def __init__(self, models: Models, placement: Placement) -> None:
-        spec = placement.spec
+        slots: Any = placement.spec([SLOTS])
+        # Of keys and of values, in caches and of rows: three axes are the same.
+        kv: Any = placement.spec([None, SLOTS, "kv_heads"])
+        one: Any = placement.spec([None, None, "kv_heads"])
         self.whole = PartitionSpec()
-        self.slots = spec([SLOTS])
-        self.kv = _both(spec([None, SLOTS, "kv_heads"]))
-        one = _both(spec([None, None, "kv_heads"]))
-        self.caches = Caches(self.kv, self.kv, self.slots)  # type: ignore[arg-type]
+        self.slots = slots
+        self.kv = kv
+        self.caches = Caches(kv, kv, slots)
         self.one_caches = Caches(one, one, None)
-        rows = spec([None, SLOTS, "kv_heads"])
-        self.fresh = Fresh(*[rows] * 4, *[self.slots] * 4)  # type: ignore[arg-type]
+        self.fresh = Fresh(*[kv] * 4, *[slots] * 4)
         self.params = param_partitions(param_specs(models), placement)
-
-
-def _both(spec: PartitionSpec) -> Any:
-    return KvCache(k=spec, v=spec)  # type: ignore[arg-type]

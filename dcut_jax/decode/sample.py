@@ -106,6 +106,21 @@ def log_probability(
     return best.logp + (logit_T2[:, 0] - logit_T2[:, 1])
 
 
+def sound(
+    logits_TV: Float32[Array, "T V"], over: str | None = None
+) -> Bool[Array, "T"]:
+    """Rows that have a next token: no NaN, no +inf, and something above -inf.
+
+    The largest logit says it, for it is NaN where one is, and is known already.
+    """
+    peak_T = jnp.max(logits_TV, axis=1)
+    if over is None:
+        return jnp.isfinite(peak_T)
+    told_2T = jnp.stack([~(peak_T < jnp.inf), peak_T > -jnp.inf])
+    broken_T, some_T = lax.psum(told_2T.astype(jnp.int32), over)
+    return (broken_T == 0) & (some_T > 0)
+
+
 def weights(
     logits_TV: Float32[Array, "T V"], temperature_T: Float32[Array, "T"]
 ) -> Float32[Array, "T V"]:

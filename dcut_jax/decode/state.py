@@ -11,7 +11,8 @@ from jaxtyping import Array, Bool, Float32, Int
 from dcut_jax.decode.sample import Sampling, greedy
 
 NO_STOP = -1  # pads the stop set; no token has this id
-COUNTS = 3  # columns of the wire form before its tokens
+BROKEN = -2  # stands for the token after a row whose logits are not finite
+COUNTS = 4  # columns of the wire form before its tokens
 ACCEPTED = 1  # the one with accepted drafts
 
 
@@ -45,13 +46,16 @@ class Outcome:
       token_BW: committed tokens, the first `count_B` of each row.
       count_B: tokens committed; 0 where the slot was inactive.
       accepted_B: drafts the target agreed with, before stops and limits.
-      finished_B: the request ended in this step.
+      verified_B: drafts that were checked.
+      finished_B: the request ended in this step; its last token is `BROKEN` where the
+        target had no token to give.
       logp_BW: log-probability of each token; None where nobody asks for it.
     """
 
     token_BW: Int[Array, "B W"]
     count_B: Int[Array, "B"]
     accepted_B: Int[Array, "B"]
+    verified_B: Int[Array, "B"]
     finished_B: Bool[Array, "B"]
     logp_BW: Float32[Array, "B W"] | None = None
 
@@ -78,6 +82,7 @@ def to_wire(outcome: Outcome) -> Int[Array, "B X"]:
         [
             outcome.count_B,
             outcome.accepted_B,
+            outcome.verified_B,
             outcome.finished_B.astype(jnp.int32),
         ],
         axis=1,
@@ -94,6 +99,7 @@ class HostOutcome(NamedTuple):
     token_BW: np.ndarray
     count_B: np.ndarray
     accepted_B: np.ndarray
+    verified_B: np.ndarray
     finished_B: np.ndarray
     logp_BW: np.ndarray | None
 
@@ -105,6 +111,7 @@ def from_wire(wire_BX: np.ndarray, logprobs: bool = False) -> HostOutcome:
         token_BW=parts[0],
         count_B=wire_BX[:, 0],
         accepted_B=wire_BX[:, ACCEPTED],
-        finished_B=wire_BX[:, 2].astype(bool),
+        verified_B=wire_BX[:, 2],
+        finished_B=wire_BX[:, 3].astype(bool),
         logp_BW=parts[1].view(np.float32) if logprobs else None,
     )

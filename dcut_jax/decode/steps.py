@@ -17,13 +17,14 @@ from dcut_jax.decode.decide import Proposal
 from dcut_jax.decode.defer import Deferred, emptied, nothing_deferred, put_off
 from dcut_jax.decode.pack import Layout, Packed, layout, pack, unpack
 from dcut_jax.decode.propose import propose
-from dcut_jax.decode.sample import Sampling, log_probability, next_token
+from dcut_jax.decode.sample import Sampling, log_probability, next_token, sound
 from dcut_jax.decode.shards import Axes, gathered, own, own_slot
-from dcut_jax.decode.state import COUNTS, DecodeState, Outcome, to_wire
+from dcut_jax.decode.state import BROKEN, COUNTS, DecodeState, Outcome, to_wire
 from dcut_jax.decode.verify import prefill_rows, verify_rows
 from dcut_jax.mesh import Placement
 from dcut_jax.models import dense, drafter
 from dcut_jax.models.cache import KvCache, init_cache, write_rows, write_slot
+from dcut_jax.models.collectives import Dealt
 from pallas_kernels.backends import PLAIN, Backends
 from pallas_kernels.confidence import head_confidence
 
@@ -49,6 +50,13 @@ class Models:
     def over(self) -> str | None:
         """The mesh axis that parameters are cut over, see `models.collectives`."""
         return self.placement.model_axis if self.placement else None
+
+    def dealt(self, rows: bool) -> Dealt | None:
+        """How experts lie, for rows that are dealt as slots are, or are the same."""
+        if self.placement is None or self.target.experts is None:
+            return None
+        axis = self.placement.expert_axis
+        return Dealt(axis, rows) if axis else None
 
     @property
     def slot_axes(self) -> tuple[str, ...]:
@@ -197,6 +205,7 @@ def verify(
         lay,
         models.taps,
         models.over,
+        models.dealt(rows=True),
     )
     chosen = choose(
         params,
@@ -225,7 +234,10 @@ def defers(models: Models, rows: int, slots: int) -> bool:
 
 
 class Chosen(NamedTuple):
-    """The target's tokens; `logp` as `log_probability` has it, None if not asked."""
+    """The target's tokens; `logp` as `log_probability` has it, None if not asked.
+
+    A row whose logits hold a NaN or +inf, or nothing finite, has the token `BROKEN`.
+    """
 
     token: Array
     logp: Array | None
@@ -250,11 +262,12 @@ def choose(
             chunk=backends.head_chunk,
             over=over,
         )
-        return Chosen(best.token, best.logp if logprobs else None)
+        token_T = jnp.where(jnp.isfinite(best.peak), best.token, BROKEN)
+        return Chosen(token_T, best.logp if logprobs else None)
     logits_TV = dense.logits(hidden_TE, head_VE)
     token_T = next_token(logits_TV, sampling, position_T, over)
     logp_T = log_probability(logits_TV, token_T, over) if logprobs else None
-    return Chosen(token_T, logp_T)
+    return Chosen(jnp.where(sound(logits_TV, over), token_T, BROKEN), logp_T)
 
 
 def widen(outcome: Outcome, width: int) -> Outcome:
@@ -374,6 +387,7 @@ def prefill(
         count,
         models.taps,
         models.over,
+        models.dealt(rows=False),
     )
     last_E = rows.hidden[count - 1]
     position_1 = (length + count)[None]

@@ -10,7 +10,7 @@ from dcut_jax.decode.pack import Layout, Packed, groups, unpack
 from dcut_jax.models import dense
 from dcut_jax.models.attention import attend
 from dcut_jax.models.cache import KvCache, as_cached, read_owners, read_slot, read_slots
-from dcut_jax.models.collectives import Over
+from dcut_jax.models.collectives import Dealt, Over
 
 
 def verify_rows(
@@ -23,6 +23,7 @@ def verify_rows(
     lay: Layout,
     taps: tuple[int, ...],
     over: Over = None,
+    dealt: Dealt | None = None,
 ) -> dense.Rows:
     """Runs anchors and kept drafts through the target; the cache is only read.
 
@@ -33,10 +34,13 @@ def verify_rows(
     group = groups(packed, lay)
     position_T = length_B[packed.owner_T] + packed.offset_T
     mask_IJW = jnp.arange(width)[None, None, :] <= group.offset_IJ[:, :, None]
+    own_BW11 = (jnp.arange(width)[None] < packed.count_B[:, None])[:, :, None, None]
 
     def attend_layer(layer: int, q_THD: Array, k_TGD: Array, v_TGD: Array) -> Array:
         k_TGD, v_TGD = as_cached(kv, k_TGD, v_TGD)
         k_BWGD, v_BWGD = unpack(k_TGD, packed, width), unpack(v_TGD, packed, width)
+        # Behind its own a request has others' rows: masked, but 0 times NaN is NaN.
+        v_BWGD = jnp.where(own_BW11, v_BWGD, 0)
         if lay.overflow:
             k_IWGD, v_IWGD = k_BWGD[group.owner_I], v_BWGD[group.owner_I]
             cached = read_owners(kv, layer, length_B, group.owner_I)
@@ -47,7 +51,15 @@ def verify_rows(
         return out_IJHD.reshape(-1, *out_IJHD.shape[2:])[group.place_T]
 
     return dense.forward(
-        params, cfg, token_T, position_T, packed.valid_T, attend_layer, taps, over
+        params,
+        cfg,
+        token_T,
+        position_T,
+        packed.valid_T,
+        attend_layer,
+        taps,
+        over,
+        dealt,
     )
 
 
@@ -61,6 +73,7 @@ def prefill_rows(
     count: Int[Array, ""],
     taps: tuple[int, ...],
     over: Over = None,
+    dealt: Dealt | None = None,
 ) -> dense.Rows:
     """One chunk of one prompt: causal over itself, after `length` cached positions.
 
@@ -76,5 +89,13 @@ def prefill_rows(
 
     row_P = jnp.arange(P)
     return dense.forward(
-        params, cfg, token_P, length + row_P, row_P < count, attend_layer, taps, over
+        params,
+        cfg,
+        token_P,
+        length + row_P,
+        row_P < count,
+        attend_layer,
+        taps,
+        over,
+        dealt,
     )

@@ -19,9 +19,15 @@ from dcut_jax.decode.decide import Decision, Proposal, read_decision
 from dcut_jax.decode.defer import CATCH_UPS
 from dcut_jax.decode.pack import Layout
 from dcut_jax.decode.sample import Sampling
-from dcut_jax.decode.state import NO_STOP, HostOutcome, from_wire
+from dcut_jax.decode.state import BROKEN, NO_STOP, HostOutcome, from_wire
 from dcut_jax.engine.policy import ArPolicy, DCutPolicy, FixedPolicy, Policy
-from dcut_jax.engine.requests import Completion, Halt, Request, halted_after
+from dcut_jax.engine.requests import (
+    Completion,
+    Halt,
+    Origin,
+    Request,
+    halted_after,
+)
 from dcut_jax.engine.steering import Steering
 from dcut_jax.mesh import require_divisible
 from dcut_jax.models.cache import capacity
@@ -140,6 +146,25 @@ class Prefilled:
 
 
 @dataclass
+class Prefill:
+    """A prompt on its way through the target, chunk by chunk.
+
+    Attributes:
+      done: prompt tokens that are in the caches.
+    """
+
+    request: Request
+    caches: S.Caches
+    done: int = 0
+    chosen: S.Chosen | None = None
+
+    @property
+    def left(self) -> int:
+        """Prompt tokens that are still to be run."""
+        return len(self.request.prompt) - self.done
+
+
+@dataclass
 class _Slot:
     request: Request
     completion: Completion
@@ -158,6 +183,8 @@ class Engine:
         log-confidences `[B, K]` (NaN beyond the width) and the outcome; what a slot
         without a request has of them is nothing. None: nobody asks, and a step reads
         once; with it, twice.
+      on_outcome: told of each step, once it has been read, its record and its outcome,
+        before the slots of finished requests are free. None: nobody asks.
     """
 
     def __init__(
@@ -177,6 +204,7 @@ class Engine:
         self.time_phases = time_phases
         self.records: list[StepRecord] = []
         self.on_drafts: Callable[[np.ndarray, HostOutcome], None] | None = None
+        self.on_outcome: Callable[[StepRecord, HostOutcome], None] | None = None
         self.shapes = config.shapes(models)
         most = models.target.max_position
         if config.max_length > most:
@@ -298,37 +326,49 @@ class Engine:
 
     def prefill(self, request: Request) -> Prefilled:
         """Runs a prompt through the target; keeps its caches apart from the slots."""
+        begun = self.begin_prefill(request)
+        while begun.left:
+            self.prefill_chunk(begun)
+        return self.end_prefill(begun)
+
+    def begin_prefill(self, request: Request) -> Prefill:
+        """Makes room for a prompt, apart from the slots; nothing runs yet."""
         self.check(request)
+        return Prefill(request, self.compiler.empty(self.shapes)())
+
+    def prefill_chunk(self, begun: Prefill) -> int:
+        """Dispatches the next chunk of a prompt; returns its tokens. Nothing waits."""
         self._interrupt()
-        caches = self.compiler.empty(self.shapes)()
-        prompt = np.asarray(request.prompt, np.int32)
-        done, chosen = 0, None
-        while done < len(prompt):
-            left = len(prompt) - done
-            chunk = next((c for c in PREFILL_CHUNKS if c >= left), PREFILL_CHUNKS[-1])
-            count = min(left, chunk)
-            tokens = np.zeros(chunk, np.int32)
-            tokens[:count] = prompt[done : done + count]
-            run = self.compiler.prefill(self.shapes, chunk)
-            caches, chosen = run(
-                self.models.params,
-                caches,
-                tokens,
-                np.int32(done),
-                np.int32(count),
-                self._sampling(request),
-            )
-            done += count
-        assert chosen is not None, "a request has a prompt"
-        token, logp = jax.device_get(chosen)
-        return Prefilled(
-            request, caches, int(token), None if logp is None else float(logp)
+        chunk = next((c for c in PREFILL_CHUNKS if c >= begun.left), PREFILL_CHUNKS[-1])
+        count = min(begun.left, chunk)
+        tokens = np.zeros(chunk, np.int32)
+        tokens[:count] = begun.request.prompt[begun.done : begun.done + count]
+        run = self.compiler.prefill(self.shapes, chunk)
+        begun.caches, begun.chosen = run(
+            self.models.params,
+            begun.caches,
+            tokens,
+            np.int32(begun.done),
+            np.int32(count),
+            self._sampling(begun.request),
         )
+        begun.done += count
+        return count
+
+    def end_prefill(self, begun: Prefill) -> Prefilled:
+        """Waits for a prompt, of which all chunks were dispatched."""
+        assert not begun.left, "a chunk was not run"
+        assert begun.chosen is not None, "a request has a prompt"
+        token, logp = jax.device_get(begun.chosen)
+        first_logprob = None if logp is None else float(logp)
+        return Prefilled(begun.request, begun.caches, int(token), first_logprob)
 
     def admit(self, ready: Prefilled) -> Completion:
         """Puts a prefilled request into a free slot and emits its first token."""
         request = ready.request
-        completion = Completion([ready.first_token])
+        if ready.first_token == BROKEN:
+            return Completion(finish="failed")
+        completion = Completion([ready.first_token], origins=["plain"])
         if ready.first_logprob is not None:
             completion.logprobs.append(ready.first_logprob)
         halt = request.halt() if request.halt else None
@@ -568,25 +608,38 @@ class Engine:
         if record is None:
             return
         outcome = from_wire(wire_BX, self.config.logprobs)
+        if self.on_outcome is not None:
+            self.on_outcome(record, outcome)
         for i, slot in enumerate(self._slots):
             count = int(outcome.count_B[i])
             if slot is None or count == 0:
                 continue
             done = slot.completion
             tokens = outcome.token_BW[i, :count].tolist()
+            broken = tokens[-1] == BROKEN
+            if broken:
+                del tokens[-1]
+                count -= 1
             end = halted_after(slot.halt, tokens) if slot.halt else None
             count = end or count
+            accepted = int(outcome.accepted_B[i])
+            verified = int(outcome.verified_B[i])
+            done.origins.extend(_origins(count, accepted, verified))
             done.tokens.extend(tokens[:count])
             if outcome.logp_BW is not None:
                 done.logprobs.extend(outcome.logp_BW[i, :count].tolist())
             done.steps += 1
             slot.progress.add(count)
-            done.accepted += int(outcome.accepted_B[i])
+            done.accepted += accepted
+            done.verified += verified
             record.committed += count
-            record.accepted += int(outcome.accepted_B[i])
+            record.accepted += accepted
             if outcome.finished_B[i] or end is not None:
                 stopped = end is not None or done.tokens[-1] in slot.request.stop
-                done.finish = "stop" if stopped else "length"
+                if broken and end is None:
+                    done.finish = "failed"
+                else:
+                    done.finish = "stop" if stopped else "length"
                 self._slots[i] = None
                 if not outcome.finished_B[i]:
                     self._release(i)
@@ -634,6 +687,13 @@ class Engine:
                     sum(len(r.tokens) for r in made),
                 )
         return [r for r in results if r is not None]
+
+
+def _origins(count: int, accepted: int, verified: int) -> list[Origin]:
+    """How the `count` tokens came that a request got from one step."""
+    drafts: list[Origin] = ["draft"] * min(accepted, count)
+    own: list[Origin] = ["bonus" if verified else "plain"]
+    return drafts + own * (count > accepted)
 
 
 class _Phases:

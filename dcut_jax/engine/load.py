@@ -7,19 +7,30 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from dcut_jax.cost.host import measure_host
+from dcut_jax.cost.select import select
+from dcut_jax.cost.shapes import drafter_shape, model_shape
 from dcut_jax.cost.table import CostTable, Fingerprint
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.decode.placing import on_mesh
 from dcut_jax.decode.steps import Models
 from dcut_jax.engine import profile as profiling
 from dcut_jax.engine.engine import EngineConfig
-from dcut_jax.engine.policy import profiled
+from dcut_jax.engine.policy import profiled, wanted_costs
 from dcut_jax.mesh import Placement
 from dcut_jax.models import dense, params
 from dcut_jax.weights.dflash import check_pair, load_drafter
-from dcut_jax.weights.load import SMOLLM2, Target, fingerprint, load_target
+from dcut_jax.weights.load import (
+    SMOLLM2,
+    SMOLLM2_MOE,
+    Target,
+    checkpoints_directory,
+    fingerprint,
+    load_target,
+)
 
-SHIPPED = {SMOLLM2: "smollm2-135m-dflash"}
+# The split target has the dense one's features, nearly, and so takes its drafter.
+SHIPPED = {SMOLLM2: "smollm2-135m-dflash", SMOLLM2_MOE: "smollm2-135m-dflash"}
 NO_DRAFTER = "none"
 
 
@@ -49,13 +60,6 @@ class Pair:
         return profiling.fingerprint(
             self.models, config, self.target.identity, self.drafter_identity
         )
-
-
-def checkpoints_directory() -> Path:
-    """Where the drafters that come with the project are."""
-    package = Path(__file__).resolve().parents[1]
-    installed, clone = package / "checkpoints", package.parent / "checkpoints"
-    return installed if installed.is_dir() else clone
 
 
 def has_drafter(target: str, drafter: str | None) -> bool:
@@ -189,4 +193,32 @@ def stored_costs(
         measure_missing=lambda: measure_costs(
             pair, config, tokens, compiler, on_progress=on_progress
         ),
+    )
+
+
+def computed_costs(pair: Pair, config: EngineConfig, directory: Path) -> CostTable:
+    """Costs to start with at once: measured where they are, else from peak rates.
+
+    A CPU's rates are measured, which takes about a second; other devices' are those
+    published of their kind.
+
+    Raises:
+      CostError: see `cost.select.select`.
+    """
+    here = pair.here(config)
+    path = profiling.table_path(directory, here)
+    text = profiling.table_text(path)
+    device = None
+    if jax.default_backend() == "cpu":
+        device = measure_host({here.dtype, here.draft_dtype})
+    drafter = pair.models.drafter
+    return select(
+        here,
+        wanted_costs(
+            profiled(), config.shapes(pair.models), profiling.contexts(config)
+        ),
+        model_shape(pair.models.target, pair.target.name),
+        drafter_shape(drafter) if drafter else None,
+        stored=CostTable.parse(text, path) if text else None,
+        device=device,
     )

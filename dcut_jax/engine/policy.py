@@ -1,12 +1,13 @@
 """What a step verifies: anchors alone, everything, or what is worth its cost."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
 import numpy as np
 
 from dcut_jax.cost.online import Work
+from dcut_jax.cost.select import Wanted
 from dcut_jax.cost.table import CostError, CostTable
 from dcut_jax.cut.fairness import Fairness
 from dcut_jax.cut.numpy_plan import Objective, ratio_fractions
@@ -284,6 +285,24 @@ class DCutPolicy:
 def unmeasured() -> DCutPolicy:
     """The default D-Cut policy before its costs are known."""
     return DCutPolicy(CostTable.empty())
+
+
+def wanted_costs(
+    policies: Sequence[DCutPolicy], shapes: StepShapes, contexts: Sequence[int]
+) -> Wanted:
+    """What a cost table must hold for these policies at one batch size."""
+    verifies = {
+        (lay.rows, lay.width)
+        for policy in policies
+        for lay in (*policy.layouts(shapes), anchors_only(shapes))
+    }
+    return Wanted(
+        slots=shapes.slots,
+        widths=tuple(sorted({w for p in policies for w in p.ladder(shapes)})),
+        verifies=tuple(sorted(verifies)),
+        catch_ups=CATCH_UPS,
+        contexts=tuple(contexts),
+    )
 
 
 def profiled() -> tuple[DCutPolicy, ...]:

@@ -162,7 +162,9 @@ def profile(
             on_progress=progress,
         ).items():
             found[kind][tuple(cell)] = samples
-    return CostTable(here, **found)
+    return CostTable(
+        here, found["draft"], found["verify"], found["plan"], found["catch_up"]
+    )
 
 
 def _steps(

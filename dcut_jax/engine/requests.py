@@ -5,7 +5,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-FinishReason = Literal["stop", "length", "cancelled", "running"]
+FinishReason = Literal["stop", "length", "cancelled", "failed", "running"]
+
+# How a token came: the target's own with nothing drafted, a draft that it agreed with,
+# or its own token after the drafts of a step.
+Origin = Literal["plain", "draft", "bonus"]
 
 # Told each token of one text, in order; says whether the text is over with this one.
 Halt = Callable[[int], bool]
@@ -84,9 +88,12 @@ class Completion:
 
     Attributes:
       tokens: emitted tokens, the prompt not included.
-      finish: why it ended; "running" until then.
+      finish: why it ended; "running" until then. "failed": the target's logits were not
+        finite, so there is no next token.
       steps: decode steps it took part in.
       accepted: drafts the target agreed with, over all steps.
+      verified: drafts the target checked, over all steps.
+      origins: how each token came.
       logprobs: for each token the log of its probability, in the target's own
         distribution before temperature and cuts; empty without `EngineConfig.logprobs`.
     """
@@ -95,6 +102,8 @@ class Completion:
     finish: FinishReason = "running"
     steps: int = 0
     accepted: int = 0
+    verified: int = 0
+    origins: list[Origin] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
     @property

@@ -10,7 +10,7 @@ import numpy as np
 
 from dcut_jax.cost.online import Correction, Work
 from dcut_jax.cut.calibration import Calibration, Reliability
-from dcut_jax.cut.width import Choice, StepCosts
+from dcut_jax.cut.width import Choice, Promise, StepCosts
 from dcut_jax.decode.compile import Executable
 from dcut_jax.decode.decide import (
     Decision,
@@ -32,6 +32,7 @@ from dcut_jax.engine.policy import (
 from dcut_jax.models.cache import CHUNK
 
 LOG_STEP = np.log(1.02)
+SHORTEST_MS = 1e-6  # no step is as short, and its logarithm is finite
 
 
 class Steering:
@@ -91,7 +92,8 @@ class Steering:
         correction = self.correction
         if np.isfinite(cap_ms):
             # In steps of a fiftieth, or there would be other costs at every step.
-            cap_ms = 1.02 ** np.floor(np.log(cap_ms / correction.slowdown) / LOG_STEP)
+            cap_ms = max(cap_ms / correction.slowdown, SHORTEST_MS)
+            cap_ms = 1.02 ** np.floor(np.log(cap_ms) / LOG_STEP)
         version = correction.version if self.policy.correct else 0
         key = (chunk, version, float(cap_ms))
         if self._costs is None or self._costs[0] != key:
@@ -101,6 +103,11 @@ class Steering:
             costs = self.policy.costs(self.shapes, ms)
             self._costs = key, costs.within(cap_ms)
         return self._costs[1]
+
+    def outlook(self) -> tuple[StepCosts, dict[Choice, Promise]]:
+        """What steps cost, as last reckoned, and what each is expected to yield."""
+        assert self._costs is not None, "they are reckoned when this is made"
+        return self._costs[1], self.chooser.promises(self._costs[1])
 
     def decide(
         self,

@@ -4,11 +4,26 @@ Everywhere `over` names the mesh axis that heads, feed-forward and words are cut
 None means that nothing is, and then nothing here does anything.
 """
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
 Over = str | None
+
+
+class Dealt(NamedTuple):
+    """How experts are dealt over a mesh axis, each device having its own.
+
+    Attributes:
+      axis: the mesh axis.
+      rows: whether rows are dealt over it as well; if not, all its devices have the
+        same ones.
+    """
+
+    axis: str
+    rows: bool
 
 
 def total(x: Array, over: Over) -> Array:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dcut_jax.config import ModelConfig
 from dcut_jax.models import experts
 from dcut_jax.models.attention import attend, causal_mask
-from dcut_jax.models.collectives import Over, lookup, total
+from dcut_jax.models.collectives import Dealt, Over, lookup, total
 from dcut_jax.models.layers import (
     attention_inputs,
     product,
@@ -27,6 +27,7 @@ from dcut_jax.models.layers import (
 from dcut_jax.models.params import ParamSpec
 
 Attend = Callable[[int, Array, Array, Array], Array]
+Feed = Callable[[Array, dict[str, Any], ModelConfig, Array], Array]
 
 
 @flax.struct.dataclass
@@ -129,12 +130,13 @@ def feed_forward(
     cfg: ModelConfig,
     valid: Bool[Array, "*N"],
     over: Over = None,
+    dealt: Dealt | None = None,
 ) -> Float[Array, "*N E"]:
     """The second half of a layer: dense, or the experts that its rows are sent to."""
     if "experts" not in layer:
         return swiglu(x, layer, over)
     assert cfg.experts is not None, "a layer with experts, in a config without"
-    return experts.forward(x, layer["experts"], cfg.experts, valid, over)
+    return experts.forward(x, layer["experts"], cfg.experts, valid, over, dealt)
 
 
 def forward(
@@ -146,6 +148,8 @@ def forward(
     attend_layer: Attend,
     taps: tuple[int, ...] = (),
     over: Over = None,
+    dealt: Dealt | None = None,
+    feed: Feed | None = None,
 ) -> Rows:
     """Runs token rows through the decoder layers.
 
@@ -157,6 +161,8 @@ def forward(
       taps: layers whose output (residual stream after the layer) is wanted.
       over: the mesh axis that `params` are cut over, see `models.collectives`. Then
         queries, keys and values are of this device's heads.
+      dealt: how experts are dealt over another mesh axis, see `experts.forward`.
+      feed: in place of `feed_forward`, for one that records or trains.
     """
     x = embed(token, params["embed_VE"], over)
     by = rotation(position, cfg.rope, cfg.head_dim)
@@ -171,7 +177,10 @@ def forward(
             out = project(attend_layer(i, q, k, v), layer["o_HDE"], contract=2)
             x = x + total(out, over)
             h = rms_norm(x, layer["mlp_norm_E"], cfg.norm_eps)
-            x = x + feed_forward(h, layer, cfg, valid, over)
+            if feed is None:
+                x = x + feed_forward(h, layer, cfg, valid, over, dealt)
+            else:
+                x = x + feed(h, layer, cfg, valid)
         if i in taps:
             tapped[i] = x
     empty = jnp.zeros((*token.shape, 0), jnp.float32)
@@ -189,6 +198,7 @@ def forward_sequences(
     token_NS: Int[Array, "N S"],
     valid_NS: Bool[Array, "N S"],
     taps: tuple[int, ...] = (),
+    feed: Feed | None = None,
 ) -> Rows:
     """Whole sequences without a cache (training features, parity tests)."""
     position_NS = jnp.broadcast_to(jnp.arange(token_NS.shape[1]), token_NS.shape)
@@ -198,4 +208,6 @@ def forward_sequences(
         del layer
         return attend(q, k, v, mask_NSS)
 
-    return forward(params, cfg, token_NS, position_NS, valid_NS, attend_layer, taps)
+    return forward(
+        params, cfg, token_NS, position_NS, valid_NS, attend_layer, taps, feed=feed
+    )

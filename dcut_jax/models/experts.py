@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from dcut_jax.config import ExpertsConfig
-from dcut_jax.models.collectives import Over, total
+from dcut_jax.models.collectives import Dealt, Over, total
 from dcut_jax.models.layers import project, swiglu
 from dcut_jax.models.params import ParamSpec
 from pallas_kernels.experts import grouped_swiglu
@@ -23,7 +23,8 @@ def specs(embed: int, cfg: ExpertsConfig) -> dict[str, Any]:
     """Parameters of the feed-forward part of a layer with experts."""
     E, Q, F, S = embed, cfg.count, cfg.mlp, cfg.shared_mlp
     tree: dict[str, Any] = {
-        "router_EQ": ParamSpec((E, Q), ("embed", "experts"), E),
+        # Not cut with the experts: every device sends its own rows.
+        "router_EQ": ParamSpec((E, Q), ("embed", "routes"), E),
         "gate_QEF": ParamSpec((Q, E, F), ("experts", "embed", "mlp"), E),
         "up_QEF": ParamSpec((Q, E, F), ("experts", "embed", "mlp"), E),
         "down_QFE": ParamSpec((Q, F, E), ("experts", "mlp", "embed"), F),
@@ -72,6 +73,7 @@ def forward(
     cfg: ExpertsConfig,
     valid: Bool[Array, "*N"],
     over: Over = None,
+    dealt: Dealt | None = None,
 ) -> Float[Array, "*N E"]:
     """What a layer with experts adds to its rows.
 
@@ -79,11 +81,17 @@ def forward(
       valid: false on padding, which is sent nowhere: it opens no expert, and nothing
         but the shared expert is added to it.
       over: the mesh axis that the feed-forward axis of every expert is cut over.
+      dealt: how experts are dealt over another axis, if they are.
     """
     x_NE = x.reshape(-1, x.shape[-1])
     routing = route(x_NE, layer["router_EQ"], cfg)
     expert_NA = jnp.where(valid.reshape(-1, 1), routing.expert_NA, cfg.count)
-    out_NE = total(dispatch(x_NE, Routing(expert_NA, routing.gate_NA), layer), over)
+    routing = Routing(expert_NA, routing.gate_NA)
+    if dealt is None:
+        out_NE = dispatch(x_NE, routing, layer)
+    else:
+        out_NE = exchange(x_NE, routing, layer, dealt)
+    out_NE = total(out_NE, over)
     if "shared" in layer:
         shared_NE = swiglu(x_NE, layer["shared"], over)
         if "shared_gate_E" in layer:
@@ -91,6 +99,30 @@ def forward(
             shared_NE = shared_NE * mix_N[:, None]
         out_NE = out_NE + shared_NE
     return out_NE.reshape(x.shape)
+
+
+def exchange(
+    x_NE: Float[Array, "N E"], routing: Routing, layer: dict[str, Any], dealt: Dealt
+) -> Float[Array, "N E"]:
+    """`dispatch` where each device of a mesh axis has experts of its own.
+
+    Dealt rows are gathered, every device runs all of them through its own experts, and
+    each row's parts are summed where it came from. No row is dropped, however many ask
+    for one expert.
+    """
+    own = layer["gate_QEF"].shape[0]
+    if dealt.rows:
+        x_NE, routing = jax.tree.map(
+            lambda x: lax.all_gather(x, dealt.axis, axis=0, tiled=True),
+            (x_NE, routing),
+        )
+    expert_NA = routing.expert_NA - lax.axis_index(dealt.axis) * own
+    here_NA = (expert_NA >= 0) & (expert_NA < own)
+    local = Routing(jnp.where(here_NA, expert_NA, own), routing.gate_NA)
+    out_NE = dispatch(x_NE, local, layer)
+    if not dealt.rows:
+        return lax.psum(out_NE, dealt.axis)
+    return lax.psum_scatter(out_NE, dealt.axis, scatter_dimension=0, tiled=True)
 
 
 def dispatch(

@@ -41,16 +41,16 @@ from dcut_jax.engine.load import load_pair
 from dcut_jax.engine.policy import WIDTHS
 from dcut_jax.files import write_text
 from dcut_jax.processes import join
-from dcut_jax.train import collect
+from dcut_jax.train import candidates, collect
 from dcut_jax.train import evaluate as evaluation
 from dcut_jax.train.check import PROMPTS, check
-from dcut_jax.train.config import read_config
+from dcut_jax.train.config import choose_taps, read_config
 from dcut_jax.train.data import DatasetError, DatasetWriter
 from dcut_jax.train.export import export, stored_config
 from dcut_jax.train.loop import make_trainer
-from dcut_jax.train.report import plot, render_table, require_tensorboard, to_json
+from dcut_jax.train.report import plot, render_tables, to_json
 from dcut_jax.train.roofline import measure
-from dcut_jax.weights.dflash import default_taps
+from dcut_jax.train.run_log import require_tensorboard
 from dcut_jax.weights.load import SMOLLM2, Target, load_target
 
 # What the manifest of a dataset says of itself; `--about` may not.
@@ -110,10 +110,17 @@ def _add_eval_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("eval-out"))
     parser.add_argument("--batch-size", type=positive, default=8)
     parser.add_argument("--max-new-tokens", type=at_least_two, default=128)
-    parser.add_argument("--rounds", type=positive, default=3, help="timed ones")
+    parser.add_argument(
+        "--rounds", type=at_least_zero, default=3, help="timed ones; 0 for counts alone"
+    )
     parser.add_argument("--dtype", default="float32", choices=DTYPES)
     parser.add_argument("--draft-dtype", default="bfloat16", choices=DTYPES)
     parser.add_argument("--no-plot", action="store_true", help="draw no eval.png")
+
+
+def at_least_zero(text: str) -> int:
+    """An `argparse` type: a whole number, 0 included."""
+    return 0 if text == "0" else positive(text)
 
 
 def at_least_two(text: str) -> int:
@@ -217,7 +224,7 @@ def _respond(
 
 
 def _taps(args: argparse.Namespace, target: Target) -> tuple[int, ...]:
-    return default_taps(args.taps or TAPS, target.cfg.layers)
+    return choose_taps(args.taps or TAPS, target.cfg.layers)
 
 
 def _about(text: str) -> dict[str, Any]:
@@ -254,7 +261,7 @@ def _writer(
 
 
 def _read(path: Path, target: Target) -> list[dict]:
-    responses = collect.read_responses(path, target.identity)
+    responses = collect.read_responses(path, target)
     if not responses:
         raise DatasetError(f"{path} has no responses; nothing to make a dataset of")
     return responses
@@ -270,7 +277,7 @@ def _features(
     with bar("features", len(responses)) as update:
         collect.add_features(
             target,
-            _taps(args, target),
+            () if args.no_features else _taps(args, target),
             responses,
             writer,
             on_progress=lambda done, _: update(done),
@@ -299,15 +306,15 @@ def _evaluate(args: argparse.Namespace, command: str) -> None:
     """Whatever can fail does so before any compute, the sooner the cheaper."""
     if not args.no_plot:
         require_matplotlib()
-    sets = evaluation.read_sets(args.data, args.limit)
-    most = evaluation.most_drafts(args.drafter)
-    widths = evaluation.choose_widths(args.widths, most)
+    sets = candidates.read_sets(args.data, args.limit)
+    most = candidates.most_drafts(args.drafter)
+    widths = candidates.choose_widths(args.widths, most)
     args.out.mkdir(parents=True, exist_ok=True)
     total = evaluation.passes(len(sets), len(widths), args.rounds)
-    with evaluation.opened(args.drafter, args.target) as (candidate, target):
+    with candidates.opened(args.drafter, args.target) as (candidate, target):
         directory = str(candidate.directory)
         pair = load_pair(target, directory, args.dtype, args.draft_dtype)
-        evaluation.check_made_for(candidate, pair)
+        candidates.check_made_for(candidate, pair)
         with bar("compiling", total) as update:
             found = evaluation.evaluate(
                 pair,
@@ -323,7 +330,7 @@ def _evaluate(args: argparse.Namespace, command: str) -> None:
             )
     wrote = [args.out / "eval.json"]
     write_text(wrote[0], to_json(found) + "\n")  # first: the rest is made from it
-    print(render_table(found))
+    print(render_tables(found))
     if not args.no_plot:
         wrote.append(args.out / "eval.png")
         plot(found, wrote[-1])

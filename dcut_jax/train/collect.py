@@ -11,9 +11,10 @@ import json
 import random
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from dcut_jax.decode.steps import Models
 from dcut_jax.engine.engine import Engine, EngineConfig
 from dcut_jax.engine.policy import ArPolicy
 from dcut_jax.engine.requests import Completion, Request
+from dcut_jax.prompts import read_prompt_file
 from dcut_jax.train.data import DatasetError, DatasetWriter
 from dcut_jax.train.features import make_features
 from dcut_jax.weights.load import Target
@@ -28,30 +30,23 @@ from dcut_jax.weights.load import Target
 
 @dataclass(frozen=True)
 class Prompt:
-    """A first user message, and the file that it came from."""
+    """A conversation that waits for an answer, and the file that it came from."""
 
-    text: str
+    messages: tuple[Mapping[str, str], ...]
     source: str
 
 
 def read_prompts(paths: Sequence[Path], seed: int) -> list[Prompt]:
-    """Prompts of JSON-lines files (`prompt` in each line), deduplicated and shuffled.
+    """Prompts of files (see `prompts.load_prompts`), deduplicated and shuffled.
 
     Raises:
-      DatasetError: a line is not JSON or has no prompt; names file and line.
+      PromptError: a file is missing, or a line holds no prompt; names file and line.
     """
     found: dict[str, Prompt] = {}
     for path in paths:
-        with path.open() as lines:
-            for number, line in enumerate(lines, 1):
-                try:
-                    text = json.loads(line)["prompt"]
-                except (json.JSONDecodeError, KeyError, TypeError) as e:
-                    raise DatasetError(
-                        f"{path}:{number}: expected a JSON object with `prompt`, "
-                        f"found {line[:60]!r}"
-                    ) from e
-                found.setdefault(text, Prompt(text, path.stem))
+        for prompt in read_prompt_file(path):
+            key = json.dumps(prompt.messages)
+            found.setdefault(key, Prompt(prompt.messages, path.stem))
     prompts = list(found.values())
     random.Random(seed).shuffle(prompts)
     return prompts
@@ -86,7 +81,7 @@ def respond(
             f"{out} is compressed, and answers are appended line by line; unpack it "
             f"and name the unpacked file"
         )
-    there = read_responses(out, target.identity) if out.exists() else []
+    there = read_responses(out, target) if out.exists() else []
     answered = {tuple(d["prompt"]) for d in there}
     _cut_unfinished_line(out)
     engine = Engine(
@@ -105,7 +100,7 @@ def respond(
                 if prompt is None:
                     exhausted = True
                     break
-                ids = tuple(text.chat([{"role": "user", "content": prompt.text}]))
+                ids = tuple(text.chat(list(prompt.messages)))
                 too_long = len(ids) + max_new_tokens > max_length
                 if ids in answered or too_long:
                     done += 1
@@ -143,13 +138,13 @@ def _cut_unfinished_line(path: Path) -> None:
             file.truncate(file.read().rfind(b"\n") + 1)
 
 
-def read_responses(path: Path, target: str | None = None) -> list[dict]:
+def read_responses(path: Path, target: Target | None = None) -> list[dict]:
     """Complete lines of a response file; an unfinished last line is passed over.
 
     Args:
       path: what `respond` wrote, or that packed by gzip (`.gz`).
-      target: identity of the target whose answers are expected. Lines that do not say
-        whose they are, as earlier versions wrote them, are accepted.
+      target: whose answers are expected. Lines that do not say whose they are, as
+        earlier versions wrote them, are accepted if its vocabulary has their tokens.
 
     Raises:
       DatasetError: there is no such file, it is damaged, or a line is not a response,
@@ -171,22 +166,39 @@ def read_responses(path: Path, target: str | None = None) -> list[dict]:
     return found
 
 
-def _parse_response(line: str, where: str, target: str | None) -> dict:
+def _parse_response(line: str, where: str, target: Target | None) -> dict:
     try:
         response = json.loads(line)
-        _ = response["prompt"] + response["response"]
-    except (json.JSONDecodeError, KeyError, TypeError) as e:
+    except json.JSONDecodeError:
+        response = None
+    there = response if isinstance(response, dict) else {}
+    if not (_is_tokens(there.get("prompt")) and _is_tokens(there.get("response"))):
         raise DatasetError(
             f"{where}: expected a JSON object with token lists `prompt` and "
-            f"`response`, found {line[:60]!r}"
-        ) from e
-    theirs = response.get("target")
-    if None not in (target, theirs) and theirs != target:
-        raise DatasetError(
-            f"{where}: expected answers of target {target}, found one of {theirs}; "
-            f"name that target, or another file"
+            f"`response`, found {line[:60]!r}; correct or drop this line"
         )
-    return response
+    if target is None:
+        return there
+    theirs = there.get("target", target.identity)
+    if theirs != target.identity:
+        raise DatasetError(
+            f"{where}: expected answers of target {target.identity}, found one of "
+            f"{theirs}; name that target, or another file"
+        )
+    vocab = target.cfg.vocab
+    tokens = there["prompt"] + there["response"]
+    beyond = next((t for t in tokens if not 0 <= t < vocab), None)
+    if beyond is not None:
+        raise DatasetError(
+            f"{where}: expected tokens of the target's vocabulary, 0 to {vocab - 1}, "
+            f"found {beyond}; these are answers of another tokenizer: name the target "
+            f"that gave them, or another file"
+        )
+    return there
+
+
+def _is_tokens(value: Any) -> bool:
+    return isinstance(value, list) and all(type(token) is int for token in value)
 
 
 def check_room(responses: Sequence[dict], writer: DatasetWriter) -> str:
@@ -225,11 +237,11 @@ def add_features(
 
     Documents that the writer already has are passed over.
     """
-    run = make_features(target.params, target.cfg, taps)
     if writer.channels == 0:
         for line in responses[writer.documents :]:
             writer.append(line["prompt"] + line["response"], len(line["prompt"]))
         return
+    run = make_features(target.params, target.cfg, taps)
     for start in range(writer.documents, len(responses), batch):
         part = responses[start : start + batch]
         documents = [d["prompt"] + d["response"] for d in part]

@@ -5,7 +5,7 @@ import json
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from dcut_jax.config import ConfigError, DrafterConfig, LayerType, ModelConfig
 from dcut_jax.train.data import differences
@@ -35,6 +35,14 @@ POSITIVE = (
 )
 
 
+KINDS: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    tuple[int, ...]: "a list of whole numbers",
+    tuple[float, ...]: "a list of numbers",
+}
 CHOICES = {"optimizer": ("adamw", "muon"), "features": ("cached", "online")}
 
 
@@ -168,6 +176,24 @@ class TrainConfig:
                     f"{name} {getattr(self, name)!r} is unknown; choose from "
                     f"{', '.join(known)}"
                 )
+        for name in ("lr", "clip"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigError(
+                    f"{name} {getattr(self, name)} must be above 0, and finite"
+                )
+        if not 0 <= self.warmup <= 1:
+            raise ConfigError(
+                f"warmup {self.warmup} must be a share of the steps, 0 to 1"
+            )
+        fine = all(0 <= weight < float("inf") for weight in self.width_weights)
+        if not fine or not sum(self.width_weights):
+            raise ConfigError(
+                f"width_weights {list(self.width_weights)} must be at least 0, finite, "
+                f"and not all 0"
+            )
+        for name in ("seed", "shortlist", "eval_docs", "markov_rank"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} {getattr(self, name)} must be at least 0")
         for name in ("ce", "kl", "l1", "confidence", "gamma"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(
@@ -245,14 +271,44 @@ def config_from_json(raw: dict[str, Any], path: str) -> TrainConfig:
     values: dict[str, Any] = {
         k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()
     }
+    for name, value in values.items():
+        kind = fields[name].type
+        if not _is_a(value, kind):
+            given = list(value) if isinstance(value, tuple) else value
+            raise ConfigError(f"{path}: {name} must be {KINDS[kind]}; found {given!r}")
     return TrainConfig(**values)
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    """Whether a value has the type of a field, one of `KINDS`."""
+    if get_args(kind):
+        each = get_args(kind)[0]
+        return isinstance(value, tuple) and all(_is_a(v, each) for v in value)
+    # Not isinstance, to which true is a number.
+    return type(value) in ((int, float) if kind is float else (kind,))
+
+
+def choose_taps(count: int, depth: int) -> tuple[int, ...]:
+    """So many layers of a target to tap, evenly spaced and all different.
+
+    Raises:
+      ConfigError: the target has fewer layers to choose from.
+    """
+    taps = default_taps(count, depth)
+    if min(taps) < 0 or max(taps) >= depth or len(set(taps)) < count:
+        raise ConfigError(
+            f"taps {count}: expected at most {max(1, depth - 3)}, for the target has "
+            f"{depth} layers; choose fewer, or name them in target_layers"
+        )
+    return taps
 
 
 def make_drafter_config(cfg: TrainConfig, target: ModelConfig) -> DrafterConfig:
     """A drafter with the target's layer shape, full attention throughout.
 
     Raises:
-      ConfigError: the mask token is outside the target's vocabulary.
+      ConfigError: the mask token is outside the target's vocabulary, or a tap is none
+        of its layers.
     """
     full: LayerType = "full_attention"
     drafter_cfg = DrafterConfig(
@@ -267,7 +323,7 @@ def make_drafter_config(cfg: TrainConfig, target: ModelConfig) -> DrafterConfig:
         norm_eps=target.norm_eps,
         block=cfg.block,
         mask_token=cfg.mask_token,
-        target_layers=cfg.target_layers or default_taps(cfg.taps, target.layers),
+        target_layers=cfg.target_layers or choose_taps(cfg.taps, target.layers),
         target_depth=target.layers,
         layer_types=(full,) * cfg.layers,
         causal=(False,) * cfg.layers,

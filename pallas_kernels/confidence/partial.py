@@ -30,6 +30,7 @@ class Confidence(NamedTuple):
     logp: Float32[Array, "N"]  # log of its probability, in [-log V, 0]
     margin: Float32[Array, "N"]  # its logit less the next best one, at least 0
     lse: Float32[Array, "N"]  # log of the sum of exponentials of the logits
+    peak: Float32[Array, "N"]  # the largest logit; costs nothing beyond the arg-max
 
 
 def nothing(rows: int) -> Partial:
@@ -87,7 +88,7 @@ def finish(whole: Partial) -> Confidence:
     """The statistics of the whole vocabulary.
 
     A row that holds a NaN or +inf, or nothing above -inf, has NaN statistics, and some
-    valid word.
+    valid word; its peak is not finite.
     """
     # The total is NaN where a logit was NaN or +inf.
     possible = (whole.peak > -jnp.inf) & ~jnp.isnan(whole.total)
@@ -97,6 +98,7 @@ def finish(whole: Partial) -> Confidence:
         logp=-log_total[:, 0],
         margin=jnp.where(possible, whole.peak - whole.second, jnp.nan)[:, 0],
         lse=(whole.peak + log_total)[:, 0],
+        peak=whole.peak[:, 0],
     )
 
 

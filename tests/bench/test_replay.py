@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from dcut_jax.bench import __main__ as bench
+from dcut_jax.bench import regret as g
 from dcut_jax.bench import replay as r
 from dcut_jax.bench.published import BLOCK, fit_step_times, load_published
 
@@ -117,6 +118,9 @@ def short(tmp_path_factory):
         for name, value in (("REQUEST_STEPS", 256), ("WARM_STEPS", 4)):
             patch.setattr(r, name, value)
         patch.setattr(r, "FAIR_STEPS", 250)
+        for name, value in (("REQUEST_STEPS", 64), ("WARM_STEPS", 4)):
+            patch.setattr(g, name, value)
+        patch.setattr(g, "LEAST_STEPS", 4)
         status = bench.main(["--replay", "--out", str(out)])
     return status, json.loads((out / "replay.json").read_text())
 
@@ -126,7 +130,8 @@ def test_the_command_needs_no_model(short):
     assert status == 0
     assert record["replayed"] is True
     assert record["source"] == PUBLISHED.source
-    assert len(record["cells"]) + len(record["fair"]) == r.cell_count()
+    shown = [*record["cells"], *record["fair"], *record["regret"]]
+    assert len(shown) == r.cell_count()
     for cell in record["cells"]:
         if cell["published"] is not None:
             assert cell["error"] == pytest.approx(cell["ratio"] / cell["published"] - 1)
@@ -145,11 +150,14 @@ def test_tables_say_that_they_are_replayed(short):
             for cell in record["cells"]
         ),
         fair=tuple(r.FairCell(**cell) for cell in record["fair"]),
+        regret=tuple(
+            g.RegretCell(**{k: v for k, v in cell.items() if k != "lost"})
+            for cell in record["regret"]
+        ),
     )
     text = r.render(result)
-    titles = [line for line in text.splitlines() if " on " in line]
-    assert len(titles) == 5
-    assert all(line.startswith("replayed: ") for line in titles)
+    titles = [line for line in text.splitlines() if line.startswith("replayed: ")]
+    assert len(titles) == 6
     assert max(map(len, text.splitlines())) <= r.COLUMNS
     for arm in (*r.ROWS, *r.TERMS, *r.FAIR):
         assert arm.name in text
@@ -182,3 +190,29 @@ def test_flags_of_a_real_bench_are_refused(capsys):
     with pytest.raises(SystemExit):
         bench.main(["--replay", "--limit", "3", "--out", "x"])
     assert "expected at most --out, found --limit" in capsys.readouterr().err
+
+
+class TestRegret:
+    @pytest.fixture(autouse=True)
+    def few_steps(self, monkeypatch):
+        monkeypatch.setattr(g, "REQUEST_STEPS", 1024)
+
+    @staticmethod
+    def lost(case, batch):
+        return {(c.paid, c.planned): c.lost for c in g.regret_cells(case, [batch])}
+
+    def test_another_machines_table_costs_throughput(self):
+        lost = self.lost(g.cases(PUBLISHED)[0], 32)
+        assert set(lost) == {(DENSE.name, MOE.name), (MOE.name, DENSE.name)}
+        assert min(lost.values()) > 0.02
+        assert max(lost.values()) > 0.1
+
+    def test_the_same_costs_under_another_name_lose_nothing(self):
+        by = g.cases(PUBLISHED)[0].costs[DENSE.name]
+        assert set(self.lost(g.Case("", {"a": by, "b": by}), 8).values()) == {0.0}
+
+    def test_another_layouts_table_costs_throughput(self):
+        """Rows cost a shard of requests little, and all devices together a lot."""
+        [dense] = [c for c in g.cases(PUBLISHED) if c.what.startswith("qwen3-8b")]
+        assert len(dense.costs) == 2
+        assert min(self.lost(dense, 8).values()) > 0.1

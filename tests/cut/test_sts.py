@@ -5,6 +5,7 @@ import pytest
 
 from dcut_jax.cut.sts import (
     GRID,
+    cross_fit,
     fit_temperatures,
     prefix_chance,
     prefix_error,
@@ -38,6 +39,46 @@ def test_products_are_calibrated_on_texts_it_has_not_seen(fitted):
     after_K = prefix_error(logit_NK, accepted_N, fitted)
     assert before_K.max() > 0.04
     assert after_K.max() < 0.015
+
+
+def test_each_half_is_judged_with_temperatures_of_the_other():
+    # Halves that ask for other temperatures: neither helps the other's chances.
+    n = 8000
+    (first_NK, first_N), (second_NK, second_N) = (
+        (logit_NK[:n], accepted_N[:n]) for logit_NK, accepted_N in map(drawn, (0, 1))
+    )
+    second_NK = second_NK / SCALE_K**2
+    logit_NK = np.concatenate([first_NK, second_NK])
+    accepted_N = np.concatenate([first_N, second_N])
+    half_N = np.arange(2 * n) >= n
+    logit_NK[:100, 4:] = np.nan  # a hundred blocks of the first half end early
+    found = cross_fit(logit_NK, accepted_N, half_N)
+    assert found.drafts == (2 * n,) * 4 + (2 * n - 100,) * 2
+    fits = [fit_temperatures(logit_NK[h], accepted_N[h]) for h in (~half_N, half_N)]
+    errors = [
+        prefix_error(logit_NK[h], accepted_N[h], t)
+        for h, t in ((~half_N, fits[1]), (half_N, fits[0]))
+    ]
+    want = [np.average(pair, weights=[n, n]) for pair in np.transpose(errors)[:4]]
+    np.testing.assert_allclose(found.after[:4], want)
+    assert found.error_after > found.error_before > 0.02
+    assert found.temperatures == tuple(fit_temperatures(logit_NK, accepted_N))
+
+    # Halves alike: it helps.
+    alike = cross_fit(first_NK, first_N, np.arange(n) % 2 == 1)
+    assert alike.error_after < 0.025 < 0.04 < alike.error_before
+    assert alike.error_before == pytest.approx(np.mean(alike.before))
+
+
+def test_a_position_without_drafts_has_no_error():
+    logit_NK = np.array([[1.0, np.nan], [2.0, np.nan], [0.0, np.nan]])
+    found = cross_fit(logit_NK, np.array([1, 0, 1]), np.array([False, True, True]))
+    assert (found.drafts, found.temperatures[1]) == ((3, 0), 1.0)
+    assert np.isnan([found.before[1], found.after[1]]).all()
+    assert found.error_before == found.before[0]
+    for half_N in ([True] * 3, [False] * 3, [True]):
+        with pytest.raises(ValueError, match="in two halves; found"):
+            cross_fit(logit_NK, np.array([1, 0, 1]), np.array(half_N))
 
 
 def test_order_within_a_position_is_kept(fitted):

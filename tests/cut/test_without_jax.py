@@ -9,9 +9,12 @@ import pytest
 @pytest.mark.parametrize(
     "module",
     [
+        "dcut_jax.cut.experts",
         "dcut_jax.cut.numpy_plan",
         "dcut_jax.cut.sts",
         "dcut_jax.cut.width",
+        "dcut_jax.cost.devices",
+        "dcut_jax.cost.experts",
         "dcut_jax.cost.table",
     ],
 )

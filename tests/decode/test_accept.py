@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dcut_jax.decode.accept import accept
-from dcut_jax.decode.state import NO_STOP, DecodeState, from_wire, to_wire
+from dcut_jax.decode.state import BROKEN, NO_STOP, DecodeState, from_wire, to_wire
 from dcut_jax.decode.steps import widen
 
 accept = jax.jit(accept)
@@ -216,6 +216,22 @@ def test_against_a_loop():
             assert after.room_B[b] == room_B[b] - len(want)
 
 
+@pytest.mark.parametrize(
+    ("draft", "tokens"), [([11, 12, 13], [11, 12, BROKEN]), ([11, 99, 13], [11, 12])]
+)
+def test_a_row_without_a_token_ends_the_request_once_it_is_reached(draft, tokens):
+    outcome, after = accept(
+        jnp.asarray([[11, 12, BROKEN, 14]]),
+        jnp.asarray([draft]),
+        jnp.asarray([3]),
+        state_of(1),
+    )
+    reached = BROKEN in tokens
+    assert outcome.token_BW[0, : outcome.count_B[0]].tolist() == tokens
+    assert bool(outcome.finished_B[0]) == reached
+    assert bool(after.active_B[0]) != reached
+
+
 @pytest.mark.parametrize("logprobs", [False, True])
 def test_the_wire_form_comes_back(logprobs):
     outcome, _ = accept(
@@ -231,7 +247,7 @@ def test_the_wire_form_comes_back(logprobs):
     assert wire_BX.dtype == jnp.int32
     back = from_wire(np.asarray(wire_BX), logprobs)
     assert back.finished_B.dtype == bool
-    for name in ("count_B", "accepted_B", "finished_B"):
+    for name in ("count_B", "accepted_B", "verified_B", "finished_B"):
         np.testing.assert_array_equal(getattr(back, name), getattr(outcome, name))
     assert back.token_BW.shape == (2, 13)
     np.testing.assert_array_equal(back.token_BW[:, :4], outcome.token_BW)

@@ -1,5 +1,6 @@
 """A tiny trained target with its drafters, and one compiler for all engines."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -38,6 +39,60 @@ def pair():
 @pytest.fixture(scope="session")
 def sliding_pair():
     return load("swa")
+
+
+# -- the same pair with as many heads as eight devices can share
+
+COPIES = 4
+WORDS = 104  # of 101; the rest are copies of the first
+
+
+def wide_layer(layer, kv_heads):
+    """Each key/value head several times, with its queries; outputs scaled down."""
+
+    def copied(x, axis):
+        by_head = (*x.shape[:axis], kv_heads, -1, *x.shape[axis + 1 :])
+        wide = jnp.repeat(x.reshape(by_head), COPIES, axis=axis)
+        return wide.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
+
+    return layer | {
+        "q_EHD": copied(layer["q_EHD"], 1),
+        "k_EGD": copied(layer["k_EGD"], 1),
+        "v_EGD": copied(layer["v_EGD"], 1),
+        "o_HDE": copied(layer["o_HDE"], 0) / COPIES,
+    }
+
+
+def widen(pair):
+    """The function is the same, and so are text and acceptance.
+
+    The added words tie with those they copy; the lower index wins, on another device
+    or on the same.
+    """
+
+    def wide(cfg, params):
+        layers = tuple(wide_layer(x, cfg.kv_heads) for x in params["layers"])
+        heads = {"heads": cfg.heads * COPIES, "kv_heads": cfg.kv_heads * COPIES}
+        return replace(cfg, vocab=WORDS, **heads), params | {"layers": layers}
+
+    def more_words(table_VE):
+        return jnp.concatenate([table_VE, table_VE[: WORDS - len(table_VE)]])
+
+    target_cfg, target = wide(pair.target, pair.params["target"])
+    drafter_cfg, drafter = wide(pair.drafter, pair.params["drafter"])
+    target |= {name: more_words(target[name]) for name in ("embed_VE", "head_VE")}
+    tables = {
+        "draft_embed_VE": target["embed_VE"],
+        "draft_head_VE": target["head_VE"],
+    }
+    return Models(
+        target_cfg, drafter_cfg, {"target": target, "drafter": drafter} | tables
+    )
+
+
+@pytest.fixture(scope="session")
+def wide_pair(pair):
+    return widen(pair)
 
 
 @pytest.fixture(scope="session")

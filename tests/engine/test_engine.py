@@ -1018,3 +1018,83 @@ class TestLogprobs:
             reads.reads = 0
             engine.step()
             assert reads.reads == 1
+
+
+def poisoned(engine, slot):
+    """Makes the target's cache of a slot a field of NaN, and so its logits."""
+    target = engine.caches.target
+    broken = replace(target, k=target.k.at[:, slot].set(jnp.nan))
+    engine.caches = replace(engine.caches, target=broken)
+
+
+class TestBrokenLogits:
+    @pytest.mark.parametrize("name", ["ar", "fixed", "dcut"])
+    def test_they_end_their_request_and_touch_no_other(
+        self, build, shapes_of, invented_table, prompts, greedy, name
+    ):
+        policy = {
+            "ar": ArPolicy(),
+            "fixed": FixedPolicy(7),
+            "dcut": dcut(shapes_of(3), invented_table, realistic),
+        }[name]
+        engine = build(policy, 3)
+        found = [engine.admit(engine.prefill(Request(p, 30))) for p in prompts[:3]]
+        for _ in range(2):
+            engine.step()
+        engine.flush()
+        poisoned(engine, slot=1)
+        before = list(found[1].tokens)
+        engine.step()
+        engine.flush()
+        assert found[1].finish == "failed"
+        assert found[1].tokens == before
+        assert len(found[1].origins) == len(before)
+        again = engine.admit(engine.prefill(Request(prompts[3], 30)))  # the same slot
+        while engine.running:
+            engine.step()
+        for prompt, done in ((prompts[0], found[0]), (prompts[2], found[2])):
+            assert (done.tokens, done.finish) == (greedy[prompt][:30], "length")
+        assert again.tokens == greedy[prompts[3]][:30]
+
+    def test_of_a_prompt(self, pair, prompts):
+        embed_VE = pair.params["target"]["embed_VE"]
+        target = pair.params["target"] | {
+            "embed_VE": embed_VE.at[prompts[0][-1]].set(jnp.nan)
+        }
+        models = Models(pair.target, None, {"target": target})
+        engine = Engine(models, EngineConfig(2, MAX_LENGTH), ArPolicy())
+        done = engine.admit(engine.prefill(Request(prompts[0], 8)))
+        assert (done.tokens, done.finish) == ([], "failed")
+        assert engine.running == 0
+
+
+class TestOrigins:
+    @pytest.mark.parametrize("name", ["ar", "fixed", "dcut"])
+    def test_each_token_has_one_and_they_add_up(
+        self, build, shapes_of, invented_table, requests, name
+    ):
+        policy = {
+            "ar": ArPolicy(),
+            "fixed": FixedPolicy(7),
+            "dcut": dcut(shapes_of(3), invented_table, realistic),
+        }[name]
+        for done in build(policy, 3).generate(requests):
+            count = Counter(done.origins)
+            assert len(done.origins) == len(done.tokens)
+            assert done.origins[0] == "plain"
+            assert count["draft"] <= done.accepted <= done.verified
+            if name == "ar":
+                assert set(count) == {"plain"}
+            if name == "fixed":
+                assert count["plain"] == 1  # the prefill's
+                assert done.verified == 7 * done.steps
+                # All but the last step end with a token of the target's own.
+                assert done.steps - 1 <= count["bonus"] <= done.steps
+
+    def test_a_callback_sees_every_step(self, build, prompts):
+        engine = build(FixedPolicy(7), 3)
+        seen = []
+        engine.on_outcome = lambda record, outcome: seen.append((record, outcome))
+        done = engine.generate([Request(prompts[0], 20)])[0]
+        assert [record for record, _ in seen] == engine.records
+        assert sum(o.accepted_B.sum() for _, o in seen) == done.accepted

@@ -21,7 +21,7 @@ TARGET = ModelConfig(
     vocab=VOCAB,
     embed=32,
     mlp=24,
-    layers=3,
+    layers=2,
     heads=2,
     kv_heads=1,
     head_dim=16,
@@ -31,7 +31,7 @@ TARGET = ModelConfig(
     tied=True,
     qk_norm=True,
     experts=ExpertsConfig(
-        count=6, active=2, mlp=12, layers=(0, 2), gating="renormalised", shared_mlp=8
+        count=6, active=2, mlp=12, layers=(1,), gating="renormalised", shared_mlp=8
     ),
 )
 DRAFTER = DrafterConfig(
@@ -47,7 +47,7 @@ DRAFTER = DrafterConfig(
     block=4,
     mask_token=VOCAB - 1,
     target_layers=(0, 1),
-    target_depth=3,
+    target_depth=2,
     layer_types=("full_attention",),
     causal=(False,),
 )

@@ -193,9 +193,10 @@ class TestDeadline:
         tight.generate(requests)
         assert max(r.rows for r in tight.records) <= 24
 
-    def test_a_wish_that_no_step_can_meet_gets_the_shortest(self, build):
+    @pytest.mark.parametrize("wish_ms", [1.0, 5e-324])
+    def test_a_wish_that_no_step_can_meet_gets_the_shortest(self, build, wish_ms):
         engine = build(wide_is_free)
-        engine.generate([Request(p, 20, tpot_ms=1.0) for p in EASY])
+        engine.generate([Request(p, 20, tpot_ms=wish_ms) for p in EASY])
         assert {r.rows for r in engine.records} == {SLOTS}
 
     def test_a_slow_machine_has_less_time(self, build, monkeypatch):

@@ -28,15 +28,16 @@ def by_hand(case: Case):
     peak_N = ordered_NV[:, -1]
     log_total_N = np.log(np.exp(logits_NV - peak_N[:, None]).sum(axis=1))
     margin_N = peak_N - ordered_NV[:, -2]
-    return token_N, -log_total_N, margin_N, peak_N + log_total_N
+    return token_N, -log_total_N, margin_N, peak_N + log_total_N, peak_N
 
 
 def assert_close(got, case: Case):
-    token_N, logp_N, margin_N, lse_N = by_hand(case)
+    token_N, logp_N, margin_N, lse_N, peak_N = by_hand(case)
     np.testing.assert_array_equal(got.token, token_N)
     np.testing.assert_allclose(got.logp, logp_N, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(got.margin, margin_N, rtol=1e-5, atol=2e-5)
     np.testing.assert_allclose(got.lse, lse_N, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(got.peak, peak_N, rtol=1e-5, atol=1e-5)
     assert {x.dtype for x in got[1:]} == {jnp.dtype(jnp.float32)}
 
 
@@ -61,7 +62,8 @@ class ConfidenceContract:
             backend=self.backend,
             chunk=self.chunk,
         )
-        assert all(np.isnan(x).all() for x in got[1:])
+        assert all(np.isnan(x).all() for x in (got.logp, got.margin, got.lse))
+        assert not np.isfinite(got.peak).any()
         assert 0 <= got.token[0] < 1300
 
 

@@ -256,7 +256,7 @@ def test_routing_is_that_of_transformers(monkeypatch, tmp_path, renormalise):
     model = random_model("qwen3_moe", PLAIN, False)
     model.config.norm_topk_prob = renormalise
     model.save_pretrained(tmp_path)
-    theirs, ours = [], []
+    theirs = []
     for layer in model.model.layers:
         if hasattr(layer.mlp, "gate"):
             layer.mlp.gate.norm_topk_prob = renormalise
@@ -265,17 +265,23 @@ def test_routing_is_that_of_transformers(monkeypatch, tmp_path, renormalise):
     with torch.no_grad():
         want = model(torch.tensor(token_NS)).logits.numpy()
 
-    route = experts.route
+    route, routed = experts.route, []
 
     def record(*args):
-        ours.append(route(*args))
-        return ours[-1]
+        routed.append(route(*args))
+        return routed[-1]
 
     monkeypatch.setattr(experts, "route", record)
     cfg, params = load_hf(tmp_path, "float32")
-    valid_NS = jnp.ones(token_NS.shape, bool)
-    rows = forward_sequences(params, cfg, jnp.asarray(token_NS, jnp.int32), valid_NS)
-    got = logits(rows.hidden, head_VE(params))
+
+    @jax.jit
+    def run(params):
+        valid_NS = jnp.ones(token_NS.shape, bool)
+        tokens = jnp.asarray(token_NS, jnp.int32)
+        rows = forward_sequences(params, cfg, tokens, valid_NS)
+        return logits(rows.hidden, head_VE(params)), list(routed)
+
+    got, ours = jax.device_get(run(params))
     print(f"max |logit difference| {np.max(np.abs(got - want)):.2e}")
     np.testing.assert_allclose(got, want, rtol=0, atol=ATOL)
     assert len(ours) == len(theirs) == cfg.layers - 1

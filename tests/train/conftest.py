@@ -1,4 +1,4 @@
-"""The tiny target of the golden traces, and a dataset of its features."""
+"""The tiny target of the golden traces, texts for it, and a dataset of its features."""
 
 from pathlib import Path
 
@@ -13,6 +13,21 @@ from dcut_jax.train.data import DatasetWriter
 from dcut_jax.weights.hf import load_hf
 
 TAPS = (1, 2, 3)
+
+
+class Progressions:
+    """A tokenizer that reads "start stride" as the beginning of a progression."""
+
+    eos_ids = (0, 100)
+
+    def chat(self, messages):
+        start, stride = map(int, messages[-1]["content"].split())
+        return [(start + stride * i) % 100 for i in range(8)]
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return Progressions()
 
 
 @pytest.fixture(scope="session")

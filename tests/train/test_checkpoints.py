@@ -27,7 +27,7 @@ from dcut_jax.train.__main__ import main
 from dcut_jax.train.checkpoints import Checkpoints, SaveError, checkpoints, restore
 from dcut_jax.train.data import Dataset, DatasetError
 from dcut_jax.train.loop import Trainer, make_trainer
-from dcut_jax.train.report import RunLog, cut_log, scalars
+from dcut_jax.train.run_log import RunLog, cut_log, scalars
 from dcut_jax.train.step import TrainState
 from dcut_jax.weights.errors import CheckpointError
 

@@ -2,13 +2,16 @@
 
 import gzip
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dcut_jax.config import ConfigError
 from dcut_jax.models.dense import forward_sequences, head_VE, logits
+from dcut_jax.prompts import PromptError
 from dcut_jax.train import __main__ as command
 from dcut_jax.train import collect
 from dcut_jax.train.data import Dataset, DatasetError
@@ -17,22 +20,20 @@ from dcut_jax.weights.load import Target
 TEXTS = [f"{start} {stride}" for start in range(3, 8) for stride in (1, 3)]
 
 
-class Progressions:
-    """A tokenizer that reads "start stride" as the beginning of a progression."""
-
-    eos_ids = (0,)
-
-    def chat(self, messages):
-        start, stride = map(int, messages[0]["content"].split())
-        return [start + stride * i for i in range(8)]
+@pytest.fixture
+def tiny(target, tokenizer, monkeypatch):
+    cfg, params = target
+    made = Target(cfg, params, tokenizer, "tiny", "identity")
+    monkeypatch.setattr(command, "load_target", lambda source, dtype: made)
+    return made
 
 
 @pytest.fixture
-def tiny(target, monkeypatch):
-    cfg, params = target
-    made = Target(cfg, params, Progressions(), "tiny", "identity")
-    monkeypatch.setattr(command, "load_target", lambda source, dtype: made)
-    return made
+def no_target(monkeypatch):
+    def load(*args):
+        raise AssertionError("loaded a target before refusing")
+
+    monkeypatch.setattr(command, "load_target", load)
 
 
 def prompt_file(path, texts):
@@ -58,7 +59,7 @@ def test_data_from_prompts_and_again_after_a_kill(tiny, tmp_path):
 
     assert responses.read_text().startswith(before)
     lines = collect.read_responses(responses)
-    want = {tuple(Progressions().chat([{"content": t}])) for t in TEXTS}
+    want = {tuple(tiny.text().chat([{"content": t}])) for t in TEXTS}
     assert len(lines) == len(TEXTS)
     assert {tuple(line["prompt"]) for line in lines} == want
     data = Dataset.open(out)
@@ -107,7 +108,7 @@ def test_data_from_prompts_and_again_after_a_kill(tiny, tmp_path):
 
 def test_a_missing_prompt_file_leaves_nothing_behind(tiny, tmp_path):
     out = tmp_path / "data"
-    with pytest.raises(FileNotFoundError, match="no-such"):
+    with pytest.raises(PromptError, match=r"no-such.*found nothing there"):
         collect_data(str(tmp_path / "no-such.jsonl"), out)
     assert not out.exists()
 
@@ -117,30 +118,59 @@ def test_prompts_are_deduplicated_and_shuffled_by_seed(tmp_path):
     prompt_file(tmp_path / "b.jsonl", ["new", *TEXTS])
     paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
     prompts = collect.read_prompts(paths, seed=1)
-    assert sorted(p.text for p in prompts) == sorted(["new", *TEXTS])
-    assert {p.text for p in prompts if p.source == "b"} == {"new"}
+
+    def texts(source):
+        return [p.messages[0]["content"] for p in prompts if p.source in source]
+
+    assert sorted(texts("ab")) == sorted(["new", *TEXTS])
+    assert texts("b") == ["new"]
     assert prompts == collect.read_prompts(paths, seed=1)
     assert prompts != collect.read_prompts(paths, seed=2)
 
 
-@pytest.mark.parametrize("line", ["{", "[]", "{}"])
-@pytest.mark.parametrize("what", ["prompts", "responses"])
-def test_broken_lines_are_named(tmp_path, what, line):
+@pytest.mark.parametrize("line", ["{", "[]", "{}", '{"prompt": 5}'])
+def test_broken_prompts_are_named(no_target, tmp_path, line):
     path = tmp_path / "broken.jsonl"
-    good = {"prompt": [1], "response": [2]} if what == "responses" else {"prompt": "a"}
-    path.write_text(json.dumps(good) + f"\n{line}\n")
-    readers = {
-        "prompts": lambda: collect.read_prompts([path], 0),
-        "responses": lambda: collect.read_responses(path),
-    }
+    path.write_text(f'{{"prompt": "a"}}\n{line}\n')
+    for argv in (["respond"], ["data", "--no-features"]):
+        with pytest.raises(PromptError, match=r"broken\.jsonl:2: expected .*; "):
+            command.main([*argv, str(path), "--out", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
+BROKEN = ["{", "[]", "{}", '{"prompt": [1], "response": ["a"]}']
+
+
+@pytest.mark.parametrize("line", BROKEN)
+def test_broken_responses_are_named(tmp_path, line):
+    path = tmp_path / "broken.jsonl"
+    path.write_text(json.dumps({"prompt": [1], "response": [2]}) + f"\n{line}\n")
     with pytest.raises(DatasetError, match=r"broken\.jsonl:2: expected a JSON object"):
-        readers[what]()
+        collect.read_responses(path)
+
+
+@pytest.mark.parametrize("token", [-1, 101])
+def test_answers_of_another_tokenizer(tiny, tmp_path, token):
+    fine, beyond = ({"prompt": [1, 100], "response": [t]} for t in (2, token))
+    path = response_file(tmp_path / "old.jsonl", fine, beyond)
+    message = rf"old\.jsonl:2: expected tokens .* 0 to 100, found {token};.*tokenizer"
+    with pytest.raises(DatasetError, match=message):
+        command.main(["features", str(path), str(tmp_path / "data")])
+    assert not (tmp_path / "data").exists()
+
+
+def test_more_taps_than_layers(tiny, tmp_path):
+    some = prompt_file(tmp_path / "some.jsonl", TEXTS[:1])
+    with pytest.raises(ConfigError, match="taps 4: expected at most 3, .* 6 layers"):
+        collect_data(some, tmp_path / "data", "--taps", "4")
+    assert not (tmp_path / "data").exists()
 
 
 def test_prompts_that_are_too_long_are_left_out_and_counted(
     tiny, tmp_path, capsys, monkeypatch
 ):
-    prompts = [collect.Prompt(t, "here") for t in TEXTS[:2]]
+    some = prompt_file(tmp_path / "some.jsonl", TEXTS[:2])
+    prompts = collect.read_prompts([Path(some)], 0)
     options = {"slots": 4, "max_new_tokens": 6, "max_length": 13}
     seen = []
     out = tmp_path / "responses.jsonl"
@@ -150,7 +180,6 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(
     assert seen[-1] == (2, 2)
 
     monkeypatch.setattr(collect, "respond", lambda *_, **__: 2)
-    some = prompt_file(tmp_path / "some.jsonl", TEXTS[:2])
     flags = ["--max-length", "13", "--max-new-tokens", "6"]
     command.main(["respond", some, "--out", str(out), *flags])
     assert "left out 2 prompts longer than 7 tokens" in capsys.readouterr().out
@@ -167,7 +196,7 @@ OURS, THEIRS = OLD | {"target": "identity"}, OLD | {"target": "other"}
 
 def test_answers_of_different_targets_are_not_mixed(tiny, tmp_path):
     path = response_file(tmp_path / "responses.jsonl", OLD, OURS)
-    assert collect.read_responses(path, "identity") == [OLD, OURS]
+    assert collect.read_responses(path, tiny) == [OLD, OURS]
     assert collect.read_responses(path) == [OLD, OURS]
     response_file(path, OLD, THEIRS)
     before = path.read_bytes()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from dcut_jax.config import ConfigError
+from dcut_jax.cut.sts import Scaling
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.decode.state import HostOutcome
 from dcut_jax.engine.engine import Engine, EngineConfig
@@ -18,25 +19,16 @@ from dcut_jax.engine.policy import ArPolicy, FixedPolicy
 from dcut_jax.engine.requests import Request
 from dcut_jax.prompts import PromptError
 from dcut_jax.train import __main__ as command
-from dcut_jax.train import evaluate, report
-from dcut_jax.train.evaluate import Evaluation, Fit, SetResult, Slot, Speed, Tally
+from dcut_jax.train import candidates, evaluate, report
+from dcut_jax.train.evaluate import Evaluation, SetResult, Speed
 from dcut_jax.train.evaluate import WidthResult as Width
 from dcut_jax.train.loop import make_trainer
+from dcut_jax.train.tally import Fit, Slot, Tally
 from dcut_jax.weights.errors import CheckpointError
 from dcut_jax.weights.load import Target
 
 NAN = float("nan")
 TEXTS = {"easy": ["3 1", "7 2", "20 3", "11 5"], "hard": ["2 6", "9 4"]}
-
-
-class Progressions:
-    """A tokenizer that reads "start stride" as the beginning of a progression."""
-
-    eos_ids = (0, 100)
-
-    def chat(self, messages):
-        start, stride = map(int, messages[-1]["content"].split())
-        return [(start + stride * i) % 100 for i in range(8)]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +38,7 @@ def compilers():
 
 
 @pytest.fixture
-def tokenized(compilers, monkeypatch):
+def tokenized(compilers, monkeypatch, tokenizer):
     """A tokenizer for the target, and executables that tests share."""
 
     def compiler(models, cache_dtype):
@@ -55,7 +47,7 @@ def tokenized(compilers, monkeypatch):
         return compilers[models.drafter]
 
     monkeypatch.setattr(evaluate, "Compiler", compiler)
-    monkeypatch.setattr(Target, "text", lambda self: Progressions())
+    monkeypatch.setattr(Target, "text", lambda self: tokenizer)
     return compiler
 
 
@@ -75,12 +67,13 @@ def nothing_loads(monkeypatch):
         raise AssertionError("loaded a model before refusing")
 
     monkeypatch.setattr(command, "load_pair", load)
-    monkeypatch.setattr(evaluate, "export", load)
+    monkeypatch.setattr(candidates, "export", load)
 
 
 def outcome(count, accepted):
     zero_B = np.zeros(len(count), bool)
-    return HostOutcome(None, np.array(count), np.array(accepted), zero_B, None)
+    accepted_B = np.array(accepted)
+    return HostOutcome(None, np.array(count), accepted_B, accepted_B, zero_B, None)
 
 
 def test_a_tally_by_hand():
@@ -96,7 +89,7 @@ def test_a_tally_by_hand():
     logp = np.log(chance_BK).astype(np.float32)
     tally(logp, outcome([3, 1, 2, 0], [2, 0, 3, 0]))
     # One accepted, and the target's own token is the last of the text.
-    tally(logp[:1], outcome([2], [1]))
+    tally(logp, outcome([2, 0, 0, 0], [1, 0, 0, 0]))
 
     assert tally.slots() == (Slot(4, 3), Slot(3, 2), Slot(1, 0))
     assert [s.rate for s in tally.slots()] == pytest.approx([3 / 4, 2 / 3, 0])
@@ -122,18 +115,45 @@ def test_a_tally_by_hand():
     assert survived == pytest.approx(2 + 0 + 2 + 1)
 
 
+def test_temperatures_are_judged_on_texts_they_were_not_fitted_on():
+    """Two slots; each decodes a sure text and then an unsure one, or the reverse."""
+    tally = Tally(1)
+    sure, never = np.log(np.float32(0.9)), np.log(np.float32(0.2))
+
+    def step(first, second, accepted, finished):
+        logp_BK = np.array([[first], [second]])
+        told = outcome(np.add(accepted, 1), accepted)
+        tally(logp_BK, told._replace(finished_B=np.array(finished)))
+
+    # Texts 0 and 1, then 2 and 3: drafts of odd texts are always accepted.
+    for finished in ([False, False], [True, True]):
+        step(sure, never, [0, 1], finished)
+    for _ in range(2):
+        step(never, sure, [0, 1], [False, False])
+    found = tally.scaling()
+    assert found.drafts == (8,)
+    # Even texts: 0.9 and 0.2 twice each, and all rejected; odd ones the mirror.
+    assert found.before == pytest.approx(((0.9 + 0.2) / 2 * 0.5 + (0.1 + 0.8) / 4,))
+    # Of even texts one learns the hottest 0.9, the coldest 0.2, and the reverse of odd
+    # ones; no temperature does both, and what one half asks for costs the other.
+    assert found.error_after > 0.3
+    alone = Tally(1)
+    alone(np.array([[sure]]), outcome([2], [1]))
+    assert alone.scaling() is None
+
+
 @pytest.fixture(scope="module")
 def pair(golden):
     drafter = str(golden / "full")
     return load_pair(str(golden / "target"), drafter, "float32", "float32")
 
 
-def test_counts_are_those_of_steps_one_by_one(pair, tokenized):
+def test_counts_are_those_of_steps_one_by_one(pair, tokenized, tokenizer):
     """Batches, refills and ends of texts, against one request after another."""
     width, config = 7, EngineConfig(2, 32, 2)
     compiler = tokenized(pair.models, "float32")
     alone = tokenized(pair.without_drafter(), "float32")
-    prompts = [Progressions().chat([{"content": t}]) for t in TEXTS["easy"]]
+    prompts = [tokenizer.chat([{"content": t}]) for t in TEXTS["easy"]]
     requests = [Request(tuple(p), 9 + i, (0, 100)) for i, p in enumerate(prompts)]
     reached, accepted = np.zeros((2, width), int)
     engine = Engine(pair.models, config, FixedPolicy(width), compiler=compiler)
@@ -164,6 +184,9 @@ def test_counts_are_those_of_steps_one_by_one(pair, tokenized):
     assert result.mean_accepted_length == tokens / steps > 1.5
     assert result.texts_differ == 0
     assert result.confidence.drafts == reached.sum()
+    assert result.scaling.drafts[0] == result.survival.drafts - sum(
+        result.scaling.drafts[1:]
+    )
     assert len(result.speeds) == len(found.ar) == len(result.ratios) == 2
     assert {s.tokens for s in (*result.speeds, *found.ar)} == {tokens}
     assert len(told) == evaluate.passes(1, 1, 2)
@@ -189,6 +212,7 @@ def made_up():
         slots=(Slot(4, 3), Slot(3, 3), Slot(0, 0)),
         confidence=fit,
         survival=fit,
+        scaling=Scaling((2.0, 0.5, 1.0), (4, 2, 0), (0.3, 0.15, NAN), (0.2, 0.1, NAN)),
         speeds=(Speed(10, 1.0), Speed(10, 2.0), Speed(10, 1.25)),
         ratios=(2.0, 1.5, 1.75),
         texts_differ=1,
@@ -232,17 +256,47 @@ def test_the_record_of_an_evaluation_by_hand():
     assert width["tokens_per_s"] == {"median": 8.0, "low": 5.0, "high": 10.0}
     assert width["ratio"] == {"median": 1.75, "low": 1.5, "high": 2.0}
     assert width["texts_differ"] == 1
+    assert width["scaling"]["error_before"] == pytest.approx((4 * 0.3 + 2 * 0.15) / 6)
+    assert width["scaling"]["error_after"] == pytest.approx((4 * 0.2 + 2 * 0.1) / 6)
+    assert width["scaling"]["by_draft"][1:] == [
+        {"temperature": 0.5, "drafts": 2, "before": 0.15, "after": 0.1},
+        {"temperature": 1.0, "drafts": 0, "before": None, "after": None},
+    ]
+    assert found["mean_accepted_length"] == {"easy": {"3": 2.5}}
     assert "at least 1" in found["definitions"]["mean_accepted_length"]
 
 
 def test_the_table_of_an_evaluation():
-    text = report.render_table(made_up())
+    text = report.render_tables(made_up())
     assert max(map(len, text.splitlines())) <= report.COLUMNS
     [ar] = [line for line in text.splitlines() if " AR " in line and "easy" in line]
     assert ar.split() == ["easy", "AR", "1.00", "4"]
     [row] = [line for line in text.splitlines() if "1.50–2.00" in line]
     assert row.split() == "3 2.50 0.75 1.00 0.250 8 1.75 1.50–2.00".split()
     assert "1 text is not AR's" in text
+    rows = [line for line in text.splitlines() if line.strip().startswith("easy")]
+    scaled, length = rows[1:]
+    assert scaled.split() == "easy 3 0.250 0.167 2.00 0.50 1.00".split()
+    assert length.split() == ["easy", "4", "2.50"]
+    [one] = made_up().sets
+    alone = dataclasses.replace(one.widths[0], scaling=None)
+    single = dataclasses.replace(
+        made_up(), sets=(dataclasses.replace(one, widths=(alone,)),)
+    )
+    assert "one text only" in report.render_tables(single)
+
+
+def test_counts_without_times():
+    [one] = made_up().sets
+    width = dataclasses.replace(one.widths[0], speeds=(), ratios=())
+    untimed = dataclasses.replace(one, ar=(), widths=(width,))
+    found = dataclasses.replace(made_up(), sets=(untimed,))
+    text = report.render_tables(found)
+    [row] = [line for line in text.splitlines() if line.split()[:2] == ["3", "2.50"]]
+    assert row.split() == "3 2.50 0.75 1.00 0.250".split()
+    assert "nothing timed" in text
+    [one] = json.loads(report.to_json(found))["sets"]
+    assert one["widths"][0]["ratio"] == {"median": None, "low": None, "high": None}
 
 
 def test_the_picture_of_an_evaluation(tmp_path):
@@ -319,8 +373,8 @@ class TestRefusals:
             given = ["eval", drafter, "--data", *prompts, "--widths"]
             with pytest.raises(ConfigError, match=f"1 to {most} drafts.*found 8, 9"):
                 command.main([*given, "3,8,9"])
-        assert evaluate.choose_widths(None, 7) == (3, 7)
-        assert evaluate.choose_widths(None, 31) == (3, 7, 15)
+        assert candidates.choose_widths(None, 7) == (3, 7)
+        assert candidates.choose_widths(None, 31) == (3, 7, 15)
 
     def test_what_is_no_drafter(self, prompts, nothing_loads, tmp_path):
         (tmp_path / "some").mkdir()

@@ -21,7 +21,6 @@ from dcut_jax.train import check as check_module
 from dcut_jax.train.__main__ import main
 from dcut_jax.train.check import PROMPTS, check
 from dcut_jax.train.checkpoints import Checkpoints
-from dcut_jax.train.config import TrainConfig
 from dcut_jax.train.data import Dataset
 from dcut_jax.train.loop import Trainer
 from dcut_jax.weights.dflash import load_drafter, save_drafter
@@ -62,19 +61,8 @@ def share_compilers(compilers, monkeypatch):
 
 # The drafter it makes has the config of `full`, so that checks of both compile once.
 @pytest.fixture
-def config(golden, dataset, tmp_path):
-    return TrainConfig(
-        target=str(golden / "target"),
-        data=str(dataset),
-        out=str(tmp_path / "run"),
-        mask_token=100,
-        layers=3,
-        target_layers=(1, 2, 3),
-        block=8,
-        length=40,
-        widths=(5,),
-        eval_fraction=0.0,
-    )
+def config(config):
+    return replace(config, layers=3, eval_fraction=0.0)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import pytest
 
 from dcut_jax.config import ConfigError
 from dcut_jax.models.dense import head_VE
-from dcut_jax.train import evaluate, loop
+from dcut_jax.train import held_out, loop
 from dcut_jax.train.__main__ import main
 from dcut_jax.train.blocks import Blocks, labels
 from dcut_jax.train.config import check_same_run, read_config
@@ -173,7 +173,7 @@ def test_widths_are_compared_on_the_same_blocks(config, target, monkeypatch):
         there_NAK = np.asarray(labels(blocks, width)[1])
         return there_NAK, there_NAK
 
-    monkeypatch.setattr(evaluate, "compiled_matches", right)
+    monkeypatch.setattr(held_out, "compiled_matches", right)
     more = replace(config, widths=(2, 7), width_weights=(0.5, 0.5), eval_anchors=12)
     run = trainer(more, target)
     narrow, wide = run.evaluate(2), run.evaluate(7)
@@ -272,6 +272,23 @@ def test_a_manifest_says_only_what_is_known(config, target, tmp_path):
     assert names == want
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mask_token": 101}, "mask_token_id 101 is outside the vocabulary of 101"),
+        ({"target_layers": (1, 6)}, r"\[1, 6\] must name layers 0\.\.5 of the target"),
+        ({"target_layers": (), "taps": 5}, "taps 5: expected at most 3.* has 6 layers"),
+    ],
+)
+def test_what_the_target_does_not_have(config, monkeypatch, changes, message):
+    def compile(*args):
+        raise AssertionError("computed before refusing")
+
+    monkeypatch.setattr(loop, "init_state", compile)
+    with pytest.raises(ConfigError, match=message):
+        make_trainer(replace(config, **changes))
+
+
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 def test_the_commit_is_that_of_our_own_checkout(tmp_path):
     def git(*words):
@@ -309,7 +326,15 @@ def test_config_files(tmp_path):
         (plain + "widths = [16]\n", r"widths \[16\] must lie in 1\.\.15"),
         (plain + "shortlist_frequent = 9\n", "shortlist_frequent 9 exceeds"),
         (plain + "log_every = 0\n", "log_every must be a whole number of at least 1"),
-        (plain + 'steps = "two"\n', "steps must be a whole number.*found 'two'"),
+        (plain + 'steps = "two"\n', "steps must be a whole number; found 'two'"),
+        (plain + "widths = 3\n", "widths must be a list of whole numbers; found 3"),
+        (plain + "widths = [3.0]\n", r"widths must be a list .* found \[3\.0\]"),
+        (plain + "pace = 1\n", "pace must be true or false; found 1"),
+        (plain + "lr = true\n", "lr must be a number; found True"),
+        (plain + "lr = -1e-3\n", r"lr -0\.001 must be above 0"),
+        (plain + "warmup = 2.0\n", r"warmup 2\.0 must be a share"),
+        (plain + "width_weights = [0]\n", r"width_weights \[0\] must be .* not all 0"),
+        (plain + "seed = -1\n", "seed -1 must be at least 0"),
         (plain + "steps = \n", "run.toml is not TOML"),
         (plain + "eval_fraction = 1.0\n", r"eval_fraction 1\.0 must lie in 0\.\.1"),
     ]:

@@ -8,41 +8,17 @@ import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcut_jax.models.dense import forward_sequences
 from dcut_jax.train.checkpoints import checkpoints
-from dcut_jax.train.config import TrainConfig
-from dcut_jax.train.data import DatasetWriter
 from dcut_jax.train.loop import make_trainer
-from dcut_jax.weights.hf import load_hf
 
 ROOT = Path(__file__).parents[2]
-TARGET = ROOT / "tests" / "golden" / "dflash" / "target"
-TAPS = (1, 2, 3)
 KILLS, STEPS = 20, 90
 TIMES = {"ms_per_step", "anchors_per_s"}
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory):
-    """Arithmetic progressions, with features."""
-    cfg, params = load_hf(TARGET, jnp.float32)
-    path = tmp_path_factory.mktemp("data")
-    rng = np.random.default_rng(0)
-    start_N, stride_N = rng.integers(0, 100, 60), rng.integers(1, 7, 60)
-    token_NS = (start_N[:, None] + stride_N[:, None] * np.arange(40)) % 100
-    valid_NS = jnp.ones(token_NS.shape, bool)
-    forward = jax.jit(lambda t: forward_sequences(params, cfg, t, valid_NS, TAPS).taps)
-    taps_NSC = np.asarray(forward(token_NS.astype(np.int32)))
-    with DatasetWriter(path, {"taps": list(TAPS)}, channels=192) as writer:
-        for token_S, taps_SC in zip(token_NS, taps_NSC, strict=True):
-            writer.append(token_S, 8, taps_SC)
-    return path
 
 
 def write_config(cfg, path):
@@ -54,7 +30,7 @@ def write_config(cfg, path):
 
 
 def lives(cfg, path, kills):
-    """What became of each life; see `tests/train/lives.py`."""
+    """What became of each life; see `lives.py`."""
     write_config(cfg, path)
     # Every life compiles the same; what one has compiled the others read.
     places = {
@@ -62,7 +38,7 @@ def lives(cfg, path, kills):
         "JAX_COMPILATION_CACHE_DIR": str(path.parent / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    script = ROOT / "tests" / "train" / "lives.py"
+    script = Path(__file__).with_name("lives.py")
     done = subprocess.run(
         [sys.executable, str(script), str(path), json.dumps(kills)],
         capture_output=True,
@@ -79,30 +55,16 @@ def curve(run):
     return [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
 
 
-def test_twenty_kills_change_nothing(dataset, tmp_path):
-    cfg = TrainConfig(
-        target=str(TARGET),
-        data=str(dataset),
+def test_twenty_kills_change_nothing(config, tmp_path):
+    cfg = dataclasses.replace(
+        config,
         out=str(tmp_path / "killed"),
-        mask_token=100,
-        layers=1,
-        target_layers=TAPS,
-        block=8,
-        docs=4,
-        anchors=4,
-        length=40,
         widths=(3, 7),
         width_weights=(0.5, 0.5),
-        shortlist=100,
-        compute_dtype="float32",
         ema=0.9,
         steps=STEPS,
-        lr=2e-3,
         log_every=2,  # odd checkpoints hold the losses of half a line
         eval_every=7,
-        eval_fraction=0.2,
-        eval_docs=6,
-        eval_anchors=2,
         save_every=3,
         keep_every=30,
     )

@@ -1,0 +1,310 @@
+"""`python -m dcut_jax.bench serve`: servers of several arms under the same load."""
+
+import argparse
+import contextlib
+import datetime
+import json
+import math
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from dcut_jax.bench.load import Load, Sample, Summary, replay, summarise
+from dcut_jax.bench.records import AR
+from dcut_jax.cli import add_model_flags, bar, distinct, positive, positives
+from dcut_jax.engine.load import has_drafter
+from dcut_jax.prompts import DEFAULT, load_prompts
+
+VERSION = 1
+COLUMNS = 110
+DCUT, FIXED, SERVER = "dcut", "fixed-", "server"
+START_S = 1800.0  # costs may have to be measured first
+ROUND_S = 1.0  # quiet before a round
+
+
+def serve_arms(text: str) -> tuple[str, ...]:
+    """An `argparse` type: arms of servers, between commas, each once."""
+    for name in text.split(","):
+        width = name.removeprefix(FIXED)
+        fixed = name.startswith(FIXED) and width.isdecimal() and int(width)
+        if name not in (AR, DCUT) and not fixed:
+            raise argparse.ArgumentTypeError(
+                f"arm {name!r} is unknown; choose from {AR}, {FIXED}WIDTH, {DCUT}"
+            )
+    return distinct(text.split(","))
+
+
+def rates(text: str) -> tuple[float, ...]:
+    """An `argparse` type: numbers above 0, between commas."""
+    try:
+        found = tuple(map(float, text.split(",")))
+    except ValueError:
+        found = ()
+    if not found or not all(0 < r < math.inf for r in found):
+        raise argparse.ArgumentTypeError(f"expected numbers above 0, found {text!r}")
+    return distinct(found)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    p = argparse.ArgumentParser(
+        prog="python -m dcut_jax.bench serve", description=__doc__
+    )
+    add_model_flags(p)
+    p.add_argument("--arms", type=serve_arms, default=(AR, "fixed-7", DCUT))
+    p.add_argument("--url", help="a server that runs already, instead of arms")
+    p.add_argument("--model", help="its model's name, with --url")
+    loads = p.add_mutually_exclusive_group()
+    loads.add_argument(
+        "--concurrencies",
+        type=positives,
+        help="requests at a time, between commas (default: 1,4,8)",
+    )
+    loads.add_argument("--rates", type=rates, help="requests per second instead")
+    p.add_argument("--burst", type=positive, default=1, help="that arrive together")
+    p.add_argument("--requests", type=positive, default=32, help="of a round")
+    p.add_argument("--rounds", type=positive, default=3)
+    p.add_argument("--seed", type=int, default=0, help="of arrivals")
+    p.add_argument("--prompts", default=DEFAULT, help="a shipped set or a JSONL file")
+    p.add_argument("--max-new-tokens", type=positive, default=64)
+    p.add_argument("--tpot-ms", type=float, help="target that goodput is counted by")
+    p.add_argument("--slots", type=positive, default=8)
+    p.add_argument("--max-length", type=positive, default=512)
+    p.add_argument("--cost-dir", type=Path, help="of cost tables")
+    p.add_argument("--out", type=Path, default=Path("bench-out"))
+    return p
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line's values, with what they cannot do together refused."""
+    p = parser()
+    args = p.parse_args(argv)
+    if (args.url is None) != (args.model is None):
+        p.error("--url and --model belong together")
+    if args.burst > 1 and not args.rates:
+        p.error("--burst belongs to --rates")
+    drafting = [name for name in args.arms if name != AR]
+    if drafting and not args.url and not has_drafter(args.target, args.drafter):
+        p.error(
+            f"--arms: {drafting[0]} needs a drafter; name one with --drafter, or run "
+            f"--arms {AR}"
+        )
+    return args
+
+
+@contextlib.contextmanager
+def running(arm: str, args: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """A server of an arm; gives its address and its model's name."""
+    command = [sys.executable, "-m", "dcut_jax.serve", "--port", "0"]
+    for name in ("target", "drafter", "dtype", "draft_dtype", "cache_dtype"):
+        if (value := getattr(args, name)) is not None:
+            command += [f"--{name.replace('_', '-')}", str(value)]
+    command += ["--slots", str(args.slots), "--max-length", str(args.max_length)]
+    command += ["--name", arm, "--no-logprobs"]
+    if arm.startswith(FIXED):
+        command += ["--mode", "fixed", "--width", arm.removeprefix(FIXED)]
+    else:
+        command += ["--mode", arm]
+    if args.cost_dir and arm == DCUT:
+        command += ["--cost-dir", str(args.cost_dir)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            line = server.stdout.readline()
+            if " at http" not in line:
+                raise ValueError(
+                    f"expected the server of arm {arm} to start, found it ended; what "
+                    f"it said is above"
+                )
+            yield line.rsplit(" ", 1)[1].strip(), arm
+        finally:
+            server.terminate()
+            server.wait(60)
+
+
+def bodies(
+    args: argparse.Namespace, first: int, model: str
+) -> list[tuple[str, dict[str, Any]]]:
+    """The requests of a round, each with its class."""
+    prompts = load_prompts(args.prompts)
+    found = []
+    for i in range(first, first + args.requests):
+        prompt = prompts[i % len(prompts)]
+        kind = prompt.id.partition("/")[0] or str(args.prompts)
+        body = {
+            "model": model,
+            "messages": list(prompt.messages),
+            "max_tokens": args.max_new_tokens,
+            "temperature": 0,
+        }
+        found.append((kind, body))
+    return found
+
+
+def run_serve(argv: Sequence[str]) -> int:
+    """Runs all arms under all loads and prints what their clients saw."""
+    args = parse(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.rates:
+        loads = [Load(rate=r, burst=args.burst) for r in args.rates]
+    else:
+        loads = [Load(concurrency=c) for c in args.concurrencies or (1, 4, 8)]
+    started = time.perf_counter()
+    cells: list[dict[str, Any]] = []
+    texts: dict[tuple[int, int], str] = {}
+    differ: dict[str, int] = {}
+    with contextlib.ExitStack() as stack:
+        if args.url:
+            servers = {SERVER: (args.url, args.model)}
+        else:
+            servers = {}
+            for arm in args.arms:
+                print(f"starting {arm}", file=sys.stderr)
+                servers[arm] = stack.enter_context(running(arm, args))
+        for url, model in servers.values():  # first touches are nobody's
+            replay(url, bodies(args, 0, model)[:4], Load(concurrency=4), 0)
+        total = args.rounds * len(loads) * len(servers)
+        with bar("rounds", total) as update:
+            for round_ in range(args.rounds):
+                names = list(servers)
+                turn = round_ % len(names)  # no arm is always the first
+                for load in loads:
+                    for arm in (*names[turn:], *names[:turn]):
+                        update(len(cells), f"round {round_ + 1}, {load.name}, {arm}")
+                        url, model = servers[arm]
+                        first = round_ * args.requests
+                        some = bodies(args, first, model)
+                        time.sleep(ROUND_S)
+                        samples = replay(url, some, load, args.seed + round_)
+                        check(samples, first, arm, texts, differ)
+                        cells.append(cell(arm, load, round_, samples, args.tpot_ms))
+    print(render(cells, loads, list(servers), args.tpot_ms))
+    for arm, count in differ.items():
+        print(f"{arm}: {count} texts differ from those of {next(iter(servers))}")
+    record = {
+        "version": VERSION,
+        "command": "python -m dcut_jax.bench serve " + shlex.join(argv),
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "cores": os.cpu_count(),
+        "target": args.target,
+        "drafter": args.drafter,
+        "slots": args.slots,
+        "requests": args.requests,
+        "max_new_tokens": args.max_new_tokens,
+        "tpot_target_ms": args.tpot_ms,
+        "differences": differ,
+        "cells": cells,
+    }
+    line = json.dumps(_finite(record), allow_nan=False)
+    (args.out / "serve.json").write_text(line + "\n")
+    print(
+        f"wrote {args.out / 'serve.json'}; took {time.perf_counter() - started:.0f} s"
+    )
+    print(line)
+    return 0
+
+
+def check(
+    samples: Sequence[Sample],
+    first: int,
+    arm: str,
+    texts: dict[tuple[int, int], str],
+    differ: dict[str, int],
+) -> None:
+    """Compares texts with those that the first arm gave for the same request."""
+    for i, sample in enumerate(samples):
+        if sample.status != 200:
+            continue
+        want = texts.setdefault((first, i), sample.text)
+        if sample.text != want:
+            differ[arm] = differ.get(arm, 0) + 1
+
+
+def cell(
+    arm: str,
+    load: Load,
+    round_: int,
+    samples: Sequence[Sample],
+    target_ms: float | None,
+) -> dict[str, Any]:
+    """One arm under one load in one round, with its classes."""
+    whole = summarise(samples, target_ms)
+    kinds = sorted({s.kind for s in samples})
+    return {
+        "arm": arm,
+        "load": asdict(load),
+        "round": round_,
+        "all": asdict(whole),
+        "classes": {
+            kind: asdict(
+                summarise(
+                    [s for s in samples if s.kind == kind], target_ms, whole.seconds
+                )
+            )
+            for kind in kinds
+        },
+    }
+
+
+def render(
+    cells: Sequence[dict[str, Any]],
+    loads: Sequence[Load],
+    arms: Sequence[str],
+    target_ms: float | None,
+) -> str:
+    """A table: medians over rounds; ratios are of rounds, to the first arm."""
+    table = Table(title="What clients saw: medians over rounds")
+    for name in ("load", "arm", "tokens/s", f"/ {arms[0]}", "goodput", "failed"):
+        table.add_column(name, justify="left" if name in ("load", "arm") else "right")
+    for name in ("TTFT ms p50", "p99", "TPOT ms p50", "p90", "p99"):
+        table.add_column(name, justify="right")
+    for load in loads:
+        here = [c for c in cells if c["load"] == asdict(load)]
+        base = {c["round"]: c["all"] for c in here if c["arm"] == arms[0]}
+        for arm in arms:
+            mine = [c for c in here if c["arm"] == arm]
+            some = [Summary(**c["all"]) for c in mine]
+            ratios = [
+                c["all"]["throughput"] / base[c["round"]]["throughput"] for c in mine
+            ]
+            good = [s.goodput for s in some]
+            table.add_row(
+                load.name,
+                arm,
+                f"{statistics.median(s.throughput for s in some):.1f}",
+                f"{statistics.median(ratios):.2f}",
+                "" if target_ms is None else f"{statistics.median(good):.1f}",
+                str(sum(s.failed for s in some)),
+                *(
+                    f"{statistics.median(s.ttft_ms[i] for s in some):.0f}"
+                    for i in (0, 2)
+                ),
+                *(
+                    f"{statistics.median(s.tpot_ms[i] for s in some):.1f}"
+                    for i in (0, 1, 2)
+                ),
+            )
+    console = Console(width=COLUMNS, highlight=False)
+    with console.capture() as capture:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(v) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return value

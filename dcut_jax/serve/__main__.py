@@ -1,0 +1,272 @@
+"""`python -m dcut_jax.serve`: an OpenAI-compatible server over one engine."""
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from dcut_jax.cli import (
+    add_mesh_flags,
+    add_model_flags,
+    bar,
+    placement_of,
+    positive,
+    run,
+)
+from dcut_jax.decode.compile import Compiler
+from dcut_jax.engine.engine import Engine, EngineConfig
+from dcut_jax.engine.load import NO_DRAFTER, Pair, has_drafter, load_pair
+from dcut_jax.engine.profile import default_directory
+from dcut_jax.generate import MODES, WIDTH, Mode, policy_of_mode
+from dcut_jax.prompts import DEFAULT, load_prompts
+
+FILLING = 16  # prompts whose tokens fill the caches where costs are measured
+API_KEY = "DCUT_API_KEY"
+DRAIN_S = 30.0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    p = argparse.ArgumentParser(prog="python -m dcut_jax.serve", description=__doc__)
+    add_model_flags(p)
+    add_mesh_flags(p)
+    p.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: loopback)"
+    )
+    p.add_argument("--port", type=int, default=8000, help="0 takes a free one")
+    p.add_argument("--slots", type=positive, default=8, help="texts decoded together")
+    p.add_argument(
+        "--max-length",
+        type=positive,
+        default=1024,
+        help="longest prompt plus output, in tokens (default: 1024)",
+    )
+    p.add_argument(
+        "--mode", choices=MODES, help="default: dcut, or ar where there is no drafter"
+    )
+    p.add_argument(
+        "--width", type=positive, help=f"drafts, with --mode fixed (default: {WIDTH})"
+    )
+    p.add_argument(
+        "--cost-dir",
+        type=Path,
+        help=f"of cost tables, with --mode dcut (default: {default_directory()})",
+    )
+    p.add_argument("--name", help="of the model in requests (default: the target's)")
+    p.add_argument(
+        "--no-logprobs",
+        action="store_true",
+        help="offer no log-probabilities; steps are a little cheaper",
+    )
+    p.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        help=f"a key that requests have to bring; several may be given, and {API_KEY} "
+        "in the environment is one, which no list of processes shows",
+    )
+    limits = p.add_argument_group("limits")
+    limits.add_argument("--queue", type=positive, default=256, help="texts that wait")
+    limits.add_argument(
+        "--per-client",
+        type=positive,
+        default=64,
+        help="requests under way of one key, or without keys of one address",
+    )
+    limits.add_argument("--body-bytes", type=positive, default=1 << 20)
+    limits.add_argument(
+        "--choices", type=positive, default=16, help="texts of one request"
+    )
+    limits.add_argument(
+        "--prefill-tokens",
+        type=positive,
+        default=128,
+        help="of prompts, between two steps of those who decode (default: 128)",
+    )
+    limits.add_argument(
+        "--drain-s",
+        type=float,
+        default=DRAIN_S,
+        help="time that what runs has to end after SIGTERM (default: 30)",
+    )
+    return p
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line's values, with what they cannot do together refused."""
+    p = parser()
+    args = p.parse_args(argv)
+    drafts = has_drafter(args.target, args.drafter)
+    if args.mode is None:
+        args.mode = "dcut" if drafts else "ar"
+        if not drafts and args.drafter is None:
+            print(
+                f"no drafter is shipped for target {args.target!r}: serving with "
+                f"--mode ar; --drafter names one",
+                file=sys.stderr,
+            )
+    elif args.mode != "ar" and not drafts:
+        p.error(f"--mode {args.mode} needs a drafter; name one with --drafter")
+    if args.mode == "ar":
+        args.drafter = NO_DRAFTER
+    if args.width and args.mode != "fixed":
+        p.error(f"--width belongs to --mode fixed; the mode is {args.mode}")
+    if args.cost_dir and args.mode != "dcut":
+        p.error(f"--cost-dir belongs to --mode dcut; the mode is {args.mode}")
+    if (args.coordinator, args.processes, args.process_id) != (None, None, None):
+        p.error(
+            "one process serves, on the devices that it has: expected no "
+            "--coordinator, --processes or --process-id; take a --mesh of this "
+            "machine's devices"
+        )
+    if not 0 <= args.port < 2**16:
+        p.error(f"--port: expected 0 to 65535, found {args.port}")
+    if not args.drain_s >= 0:
+        p.error(f"--drain-s: expected at least 0, found {args.drain_s}")
+    if key := os.environ.get(API_KEY):
+        args.api_key.append(key)
+    if not all(args.api_key):
+        p.error("--api-key: expected a key, found an empty text")
+    return args
+
+
+def build_engine(
+    pair: Pair,
+    *,
+    mode: Mode,
+    width: int,
+    slots: int,
+    max_length: int,
+    cache_dtype: str,
+    logprobs: bool,
+    cost_dir: Path | None,
+) -> Engine:
+    """An engine for requests of any kind; measures this machine's costs if need be."""
+    text = pair.target.text()
+    config = EngineConfig(
+        slots,
+        max_length,
+        max(len(text.eos_ids), 1),
+        cache_dtype,
+        sampling=True,
+        logprobs=logprobs,
+    )
+    models = pair.models if mode != "ar" else pair.without_drafter()
+    compiler = Compiler(models, cache_dtype)
+
+    def filling() -> list[int]:
+        some = load_prompts(DEFAULT, FILLING)
+        return [t for p in some for t in text.chat(list(p.messages))]
+
+    with bar("step costs", None, shown=sys.stderr.isatty()) as update:
+        policy = policy_of_mode(
+            mode,
+            width,
+            pair,
+            config,
+            compiler,
+            filling,
+            cost_dir or default_directory(),
+            on_progress=lambda what, done, total: update(done, f"measuring {what}"),
+        )
+    return Engine(models, config, policy, compiler=compiler)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serves until it is told to end."""
+    args = parse(argv)
+    try:
+        import uvicorn
+
+        from dcut_jax.serve.app import Server, make_app
+        from dcut_jax.serve.protocol import Served
+        from dcut_jax.serve.scheduler import Limits, Scheduler
+    except ImportError as error:
+        raise ImportError(
+            f"serving needs packages of the extra `serve`, found {error}; run "
+            f"`pip install 'dcut-jax[serve]'`"
+        ) from error
+    pair = load_pair(
+        args.target, args.drafter, args.dtype, args.draft_dtype, placement_of(args)
+    )
+    text = pair.target.text()
+    engine = build_engine(
+        pair,
+        mode=args.mode,
+        width=args.width or WIDTH,
+        slots=args.slots,
+        max_length=args.max_length,
+        cache_dtype=args.cache_dtype,
+        logprobs=not args.no_logprobs,
+        cost_dir=args.cost_dir,
+    )
+    limits = Limits(
+        queue=args.queue,
+        per_client=args.per_client,
+        body_bytes=args.body_bytes,
+        choices=args.choices,
+        prefill_tokens=args.prefill_tokens,
+    )
+    name = args.name or pair.target.name
+    served = Served(
+        name, text, args.max_length, not args.no_logprobs, choices=args.choices
+    )
+    scheduler = Scheduler(engine, limits)
+    server = Server(served, scheduler, limits, tuple(args.api_key))
+
+    class Draining(uvicorn.Server):
+        """Ends once what it has taken in is done; at once when told twice."""
+
+        told = False
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            if self.told:
+                return super().handle_exit(sig, frame)
+            self.told = True
+            print(
+                f"ending: what runs has {args.drain_s:.0f} s; a second signal ends "
+                f"it at once",
+                file=sys.stderr,
+                flush=True,
+            )
+
+            async def drain() -> None:
+                await scheduler.drain(args.drain_s)
+                await scheduler.stop()  # tells those who still wait
+                super(Draining, self).handle_exit(sig, frame)
+
+            loop.call_soon_threadsafe(lambda: tasks.append(loop.create_task(drain())))
+
+    tasks: list[asyncio.Task[None]] = []
+    config = uvicorn.Config(
+        make_app(server),
+        host=args.host,
+        port=args.port,
+        log_level="warning",
+        timeout_graceful_shutdown=5,
+        backlog=1024,
+    )
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    http = Draining(config)
+
+    async def serve() -> None:
+        listening = config.bind_socket()
+        host, port = listening.getsockname()[:2]
+        where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        print(
+            f"{name}: {engine.config.slots} slots of {args.max_length} tokens, "
+            f"mode {args.mode}; at {where}",
+            flush=True,
+        )
+        await http.serve([listening])
+
+    loop.run_until_complete(serve())
+    return 1 if scheduler.failure else 0
+
+
+if __name__ == "__main__":
+    run(main)

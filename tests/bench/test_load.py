@@ -1,0 +1,145 @@
+"""Load on a server: traces, what a client measures, and sums."""
+
+import json
+import math
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from dcut_jax.bench.load import Load, Sample, replay, summarise
+from dcut_jax.bench.serve import cell, parse, rates, render, serve_arms
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Streams as many pieces as a request asks for tokens."""
+
+    running, most, lock = 0, 0, threading.Lock()
+
+    def do_POST(self):
+        with self.lock:
+            type(self).running += 1
+            type(self).most = max(self.most, self.running)
+        length = int(self.headers["Content-Length"])
+        body = json.loads(self.rfile.read(length))
+        if body["max_tokens"] == 13:
+            self.send_error(503)
+        else:
+            self.answer(body["max_tokens"])
+        with self.lock:
+            type(self).running -= 1
+
+    def answer(self, tokens):
+        self.send_response(200)
+        self.end_headers()
+        for _ in range(tokens):
+            self.piece(choices=[{"delta": {"content": "a"}}])
+            time.sleep(0.01)
+        self.piece(choices=[], usage={"completion_tokens": tokens})
+
+    def piece(self, **data):
+        self.wfile.write(b"data: " + json.dumps(data).encode() + b"\n\n")
+        self.wfile.flush()
+
+    def log_message(self, *words):
+        pass
+
+
+@pytest.fixture
+def url():
+    Handler.running = Handler.most = 0
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def bodies(*tokens):
+    return [("a" if i % 2 else "b", {"max_tokens": n}) for i, n in enumerate(tokens)]
+
+
+def test_a_client_sees_tokens_times_and_failures(url):
+    found = replay(url, bodies(5, 1, 13, 9), Load(concurrency=4), 0)
+    assert [s.status for s in found] == [200, 200, 503, 200]
+    assert [s.tokens for s in found] == [5, 1, 0, 9]
+    assert [s.text for s in found] == ["aaaaa", "a", "", "a" * 9]
+    assert found[0].tpot_s >= 0.009
+    assert math.isnan(found[1].tpot_s)
+    whole = summarise(found, target_ms=1e6)
+    assert (whole.requests, whole.failed, whole.tokens) == (4, 1, 15)
+    assert whole.goodput == whole.throughput > 0
+    assert summarise(found, target_ms=0.001).goodput < whole.throughput
+
+
+def test_so_many_are_under_way_at_a_time(url):
+    replay(url, bodies(*[3] * 12), Load(concurrency=3), 0)
+    assert Handler.most == 3
+
+
+def test_a_server_that_is_not_there():
+    found = replay("http://127.0.0.1:9", bodies(3), Load(concurrency=1), 0)
+    assert [s.status for s in found] == [0]
+
+
+class TestArrivals:
+    def test_the_same_seed_is_the_same_trace(self):
+        load = Load(rate=5.0)
+        assert load.arrivals(50, 1) == load.arrivals(50, 1) != load.arrivals(50, 2)
+
+    @pytest.mark.parametrize("burst", [1, 4])
+    def test_the_rate_is_what_it_says(self, burst):
+        times = Load(rate=5.0, burst=burst).arrivals(4000, 3)
+        assert times == sorted(times)
+        assert len(times) / times[-1] == pytest.approx(5, rel=0.15)
+        assert len(set(times)) == 4000 // burst
+
+    @pytest.mark.parametrize("bad", [{}, {"concurrency": 1, "rate": 1.0}])
+    def test_neither_or_both(self, bad):
+        with pytest.raises(ValueError, match="concurrency or a rate"):
+            Load(**bad)
+
+
+def test_percentiles_and_classes():
+    samples = [Sample("a", 200, 11, 0.1 * i, 0.01 * i, 2.0, "") for i in range(1, 101)]
+    whole = summarise(samples, target_ms=500)
+    assert whole.tpot_ms == pytest.approx((505, 901, 990.1))
+    assert whole.throughput == pytest.approx(11 * 100 / 2)
+    assert whole.goodput == pytest.approx(11 * 50 / 2)
+    one = summarise(samples[:10], None, seconds=2.0)
+    assert one.throughput == pytest.approx(11 * 10 / 2)
+    assert math.isnan(one.goodput)
+
+
+def test_the_table_has_every_arm_and_load():
+    loads = [Load(concurrency=2), Load(rate=0.5, burst=3)]
+    cells = [
+        cell(arm, load, r, [Sample("a", 200, tokens, 0.1, 0.02, 2.0, "")], 50)
+        for arm, tokens in (("ar", 10), ("dcut", 15))
+        for load in loads
+        for r in range(3)
+    ]
+    table = render(cells, loads, ["ar", "dcut"], 50)
+    assert table.count("1.50") == 2
+    assert "concurrency 2" in table
+    assert "0.5/s by 3" in table
+
+
+class TestFlags:
+    def test_arms(self):
+        assert serve_arms("ar,fixed-3") == ("ar", "fixed-3")
+        with pytest.raises(Exception, match="unknown"):
+            serve_arms("fast")
+        with pytest.raises(Exception, match="above 0"):
+            rates("0")
+
+    @pytest.mark.parametrize(
+        "words",
+        [["--url", "http://a"], ["--burst", "2"], ["--rates", "1", "--conc", "2"]],
+    )
+    def test_what_does_not_go_together(self, words, capsys):
+        with pytest.raises(SystemExit):
+            parse(words)
+        assert "error" in capsys.readouterr().err

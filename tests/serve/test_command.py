@@ -1,0 +1,50 @@
+"""The command's flags; what it serves is tested with SmolLM2 (tests/slow)."""
+
+import sys
+
+import pytest
+
+from dcut_jax.serve import __main__ as command
+from dcut_jax.serve.scheduler import Limits
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--mode", "dcut", "--drafter", "none"], "needs a drafter"),
+        (["--width", "3"], "--width belongs to --mode fixed"),
+        (["--mode", "ar", "--cost-dir", "."], "--cost-dir belongs to --mode dcut"),
+        (["--port", "70000"], "0 to 65535"),
+        (["--drain-s", "-1"], "at least 0"),
+        (["--slots", "0"], ">= 1"),
+        (["--api-key", ""], "empty"),
+        (["--processes", "2"], "one process serves"),
+    ],
+)
+def test_flags_that_cannot_be(words, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        command.parse(words)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_defaults(monkeypatch):
+    monkeypatch.setenv(command.API_KEY, "secret")
+    args = command.parse(["--api-key", "one"])
+    assert args.host == "127.0.0.1"
+    assert args.mode == "dcut"
+    assert args.api_key == ["one", "secret"]
+    args = command.parse(["--target", "elsewhere"])
+    assert (args.mode, args.drafter) == ("ar", "none")
+
+
+def test_without_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(ImportError, match=r"dcut-jax\[serve\]"):
+        command.main([])
+
+
+@pytest.mark.parametrize("name", vars(Limits()))
+def test_limits_of_nothing(name):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1"):
+        Limits(**{name: 0})

@@ -1,0 +1,285 @@
+"""What the scheduler promises: order, limits, ends of every kind, and no leaks."""
+
+import gc
+import json
+import threading
+from dataclasses import replace
+
+import httpx
+import jax.numpy as jnp
+import pytest
+
+from dcut_jax.engine.requests import Request
+from dcut_jax.serve.scheduler import Job, Limits
+
+COMPLETION = "/v1/completions"
+
+
+def in_threads(count, work):
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def join(threads):
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive()
+
+
+class Gate:
+    """Holds the engine's thread before a step, until it is opened."""
+
+    def __init__(self):
+        self.held = threading.Event()
+        self.open = threading.Event()
+
+    def __call__(self, scheduler):
+        self.held.set()
+        self.open.wait(60)
+
+
+def poison(scheduler, prompt):
+    """Makes the cache of the request with this prompt a field of NaN."""
+    engine = scheduler.engine
+    for slot, used in enumerate(engine._slots):
+        if used is not None and used.request.prompt == prompt:
+            target = engine.caches.target
+            target = replace(target, k=target.k.at[:, slot].set(jnp.nan))
+            engine.caches = replace(engine.caches, target=target)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_poisoned_step_fails_one_request_and_no_other(start, plain, text, stream):
+    bad, good = tuple(text.encode("bad")), [tuple(text.encode(p)) for p in ("a", "go")]
+    steps = []
+
+    def on_step(scheduler):
+        steps.append(1)
+        if len(scheduler.running) == 3:
+            scheduler.engine.flush()
+            poison(scheduler, bad)
+
+    live = start(on_step=on_step)
+    found = {}
+
+    def ask(i):
+        prompt = [list(p) for p in (bad, *good)][i]
+        found[i] = live.post(
+            prompt=prompt, max_tokens=150, temperature=0, ignore_eos=True, stream=stream
+        )
+
+    join(in_threads(3, ask))
+    if stream and found[0].status_code == 200:
+        last = [line for line in found[0].iter_lines() if line][-1]
+        error = json.loads(last.removeprefix("data: "))["error"]
+    else:
+        assert found[0].status_code == 500
+        error = found[0].json()["error"]
+    assert error["code"] == "not_finite"
+    for i, prompt in enumerate(good, 1):
+        want = text.decode(plain(Request(prompt, 150)).tokens)
+        if stream:
+            lines = [x for x in found[i].iter_lines() if x.startswith("data: {")]
+            data = [json.loads(x.removeprefix("data: ")) for x in lines]
+            assert "".join(d["choices"][0]["text"] for d in data) == want
+        else:
+            assert found[i].json()["choices"][0]["text"] == want
+    live.settle()
+    assert live.post(max_tokens=2).status_code == 200
+
+
+def test_a_full_queue_says_when_to_come_again(start):
+    gate = Gate()
+    live = start(limits=Limits(queue=4), on_step=gate)
+    found = []
+    waiting = in_threads(1, lambda i: found.append(live.post(max_tokens=4)))
+    gate.held.wait(60)
+    # One runs, two more find a slot, four wait, and for the others there is no room.
+    waiting += in_threads(20, lambda i: found.append(live.post(max_tokens=4)))
+    while len(found) < 14:
+        gate.open.wait(0.01)
+    refused = list(found)
+    assert {r.status_code for r in refused} == {503}
+    assert all(int(r.headers["Retry-After"]) >= 1 for r in refused)
+    assert live.scheduler.waiting <= 6
+    gate.open.set()
+    join(waiting)
+    assert sum(r.status_code == 200 for r in found) >= 5
+    assert {r.status_code for r in found} == {200, 503}
+    live.settle()
+    assert live.engine.running == 0
+
+
+def test_one_client_may_have_so_many_requests_and_no_more(start):
+    gate = Gate()
+    live = start(limits=Limits(per_client=2), on_step=gate)
+    found = []
+    waiting = in_threads(5, lambda i: found.append(live.post(max_tokens=2)))
+    while len(found) < 3:
+        gate.open.wait(0.01)
+    assert [r.status_code for r in found] == [429] * 3
+    assert all(r.headers["Retry-After"] for r in found)
+    gate.open.set()
+    join(waiting)
+    assert [r.status_code for r in found[3:]] == [200] * 2
+    assert live.post(max_tokens=1).status_code == 200
+
+
+def test_keys(start):
+    live = start(api_keys=("one", "two"))
+    assert live.post(max_tokens=1).status_code == 401
+    for key, status in (("two", 200), ("three", 401)):
+        live.http.headers["Authorization"] = f"Bearer {key}"
+        assert live.post(max_tokens=1).status_code == status
+        assert live.http.get("/v1/models").status_code == status
+    assert live.http.get("/health").status_code == 200
+
+
+def test_the_more_important_goes_first(start):
+    gate = Gate()
+    live = start(on_step=gate)
+    ended = []
+
+    def ask(name, **body):
+        got = live.post(temperature=0, ignore_eos=True, **body)
+        assert got.status_code == 200
+        ended.append(name)
+
+    long = in_threads(3, lambda i: ask("long", max_tokens=100 + i))
+    while len(live.scheduler.running) < 3:
+        gate.held.wait(0.01)
+        gate.open.set()
+    gate.open.clear()
+    low = in_threads(1, lambda i: ask("low", max_tokens=1, priority=0.5))
+    while live.scheduler.waiting < 1:
+        gate.held.wait(0.01)
+    high = in_threads(1, lambda i: ask("high", max_tokens=1, priority=50))
+    while live.scheduler.waiting < 2:
+        gate.held.wait(0.01)
+    gate.open.set()
+    join([*long, *low, *high])
+    assert ended.index("high") < ended.index("low")
+
+
+def test_a_long_prompt_does_not_stop_those_who_decode(start, monkeypatch):
+    live = start(limits=Limits(prefill_tokens=32))
+    engine, order = live.engine, []
+    chunk, step = engine.prefill_chunk, engine.step
+    monkeypatch.setattr(
+        engine, "prefill_chunk", lambda b: order.append(chunk(b)) or order[-1]
+    )
+    monkeypatch.setattr(engine, "step", lambda: order.append("step") or step())
+    gate = Gate()
+    live.scheduler.on_step = gate
+    decoding = in_threads(1, lambda i: live.post(max_tokens=200, ignore_eos=True))
+    gate.held.wait(60)
+    long = in_threads(1, lambda i: live.post(prompt=[5] * 190, max_tokens=1))
+    while not live.scheduler.waiting:
+        gate.held.wait(0.01)
+    gate.open.set()
+    join([*decoding, *long])
+    first = order.index(128)
+    assert order[first + 1] == "step"
+    assert order[first + 2] == 62 or "step" in order[first + 1 : order.index(62)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_leaves_frees_a_slot(start, stream):
+    live = start()
+    body = {"model": "tiny", "prompt": "ab", "max_tokens": 200, "ignore_eos": True}
+    url = f"{live.url}{COMPLETION}"
+    for _ in range(4):
+        if stream:
+            with httpx.stream("POST", url, json=body | {"stream": True}) as got:
+                next(got.iter_lines())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(url, json=body, timeout=0.001)
+    live.settle()
+    assert live.engine.running == 0
+    assert live.post(max_tokens=1).status_code == 200
+
+
+def test_a_deadline_that_passes(start):
+    gate = Gate()
+    live = start(on_step=gate)
+    found = []
+    late = in_threads(
+        1, lambda i: found.append(live.post(max_tokens=200, deadline_ms=50))
+    )
+    gate.held.wait(60)
+    threading.Event().wait(0.1)
+    gate.open.set()
+    join(late)
+    assert found[0].status_code == 408
+    assert found[0].json()["error"]["code"] == "deadline_exceeded"
+    live.settle()
+
+
+def test_draining_finishes_what_is_there_and_takes_nothing_in(start):
+    gate = Gate()
+    live = start(on_step=gate)
+    found = []
+    running = in_threads(5, lambda i: found.append(live.post(max_tokens=20)))
+    gate.held.wait(60)
+    while len(live.scheduler.running) + live.scheduler.waiting < 5:
+        gate.held.wait(0.01)
+    drained = []
+    waits = in_threads(
+        1, lambda i: drained.append(live.call(live.scheduler.drain(100)))
+    )
+    while not live.scheduler.draining:
+        gate.held.wait(0.01)
+    refused = live.post(max_tokens=1)
+    assert refused.status_code == 503
+    assert refused.headers["Retry-After"]
+    assert live.http.get("/ready").status_code == 503
+    assert live.http.get("/health").status_code == 200
+    gate.open.set()
+    join([*running, *waits])
+    assert drained == [True]
+    assert [r.status_code for r in found] == [200] * 5
+
+
+def test_what_does_not_end_in_time_is_dropped(start):
+    gate = Gate()
+    live = start(on_step=gate)
+    found = []
+    running = in_threads(4, lambda i: found.append(live.post(max_tokens=200)))
+    gate.held.wait(60)
+    while len(live.scheduler.running) + live.scheduler.waiting < 4:
+        gate.held.wait(0.01)
+    assert live.call(live.scheduler.drain(0.01)) is False
+    stops = in_threads(1, lambda i: live.call(live.scheduler.stop()))
+    gate.open.set()
+    join([*running, *stops])
+    assert [r.status_code for r in found] == [503] * 4
+
+
+@pytest.mark.parametrize("what", ["step", "begin_prefill", "admit"])
+def test_an_engine_that_breaks_is_said_to_be_broken(start, monkeypatch, what):
+    def fail(*args):
+        raise RuntimeError("out of luck")
+
+    live = start()
+    monkeypatch.setattr(live.engine, what, fail)
+    failed = live.post(max_tokens=9)
+    assert failed.status_code == 500
+    assert failed.json()["error"]["code"] == "engine_failed"
+    assert live.http.get("/health").status_code == 503
+    refused = live.post(max_tokens=9)
+    assert refused.status_code == 503
+    assert "out of luck" in refused.json()["error"]["message"]
+
+
+def test_nothing_is_kept_of_a_request_that_has_ended(start):
+    live = start()
+    for stream in (False, True):
+        live.post(max_tokens=5, stream=stream)
+    live.post(max_tokens="no")
+    live.settle()
+    gc.collect()
+    assert not [o for o in gc.get_objects() if isinstance(o, Job)]
+    assert live.engine.records == []
