@@ -19,6 +19,7 @@ from dcut_jax.cli import (
     run,
 )
 from dcut_jax.config import ConfigError, model_config_from_hf
+from dcut_jax.cost.shapes import read_config
 from dcut_jax.cost.table import CostError, CostTable, Fingerprint
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.engine.engine import EngineConfig
@@ -27,7 +28,6 @@ from dcut_jax.engine.load import has_drafter, load_pair, measure_costs
 from dcut_jax.engine.profile import ROUNDS, default_directory, table_path, table_text
 from dcut_jax.processes import first
 from dcut_jax.prompts import DEFAULT, load_prompts
-from dcut_jax.weights.json_io import read_json
 
 ROWS = (1, 4, 16)  # of a request, in the steps whose memory is told
 FILLING = 16  # prompts whose tokens fill the caches
@@ -50,8 +50,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument(
         "--abstract",
         action="store_true",
-        help="memory on each device of --mesh, of a --target that is a config.json or "
-        "a directory with one; no weights are read, and no drafter is reckoned with",
+        help="memory on each device of --mesh, of a --target that is a config.json, a "
+        "directory with one, or a TOML file as in configs/targets; no weights are "
+        "read, and no drafter is reckoned with",
     )
     p.add_argument(
         "--layers",
@@ -98,9 +99,7 @@ def stored(path: Path, here: Fingerprint) -> CostTable | None:
 
 def tell_memory(args: argparse.Namespace) -> int:
     """Prints what the steps of a target take, which need not be there."""
-    path = Path(args.target)
-    file = path / "config.json" if path.is_dir() else path
-    target = model_config_from_hf(read_json(file), str(file))
+    target = model_config_from_hf(read_config(Path(args.target)), args.target)
     placement = placement_of(args)
     if placement is None:
         raise ConfigError("--abstract is of a mesh of several devices; found one")

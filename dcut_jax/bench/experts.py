@@ -76,7 +76,7 @@ def read_texts(
             assert cfg.experts is not None
             router_EQ = layer["experts"]["router_EQ"]
             routed.append(experts.route(h[:, -1], router_EQ, cfg.experts).expert_NA)
-        return dense.feed_forward(h, layer, cfg, valid)
+        return dense.feed_forward(h, layer, cfg, valid)[0]
 
     B, S = token_BS.shape
     valid_BS = jnp.ones((B, S), bool)

@@ -50,6 +50,8 @@ class Outcome:
       finished_B: the request ended in this step; its last token is `BROKEN` where the
         target had no token to give.
       logp_BW: log-probability of each token; None where nobody asks for it.
+      crowded_B: layers in which rows asked for more of one device's experts than its
+        place holds, and took the slower way; None where rows do not travel.
     """
 
     token_BW: Int[Array, "B W"]
@@ -58,6 +60,7 @@ class Outcome:
     verified_B: Int[Array, "B"]
     finished_B: Bool[Array, "B"]
     logp_BW: Float32[Array, "B W"] | None = None
+    crowded_B: Int[Array, "B"] | None = None
 
 
 def init_state(slots: int, stops: int, sampling: bool = False) -> DecodeState:
@@ -90,6 +93,8 @@ def to_wire(outcome: Outcome) -> Int[Array, "B X"]:
     parts = [counts, outcome.token_BW]
     if outcome.logp_BW is not None:
         parts.append(lax.bitcast_convert_type(outcome.logp_BW, jnp.int32))
+    if outcome.crowded_B is not None:
+        parts.append(outcome.crowded_B[:, None])
     return jnp.concatenate(parts, axis=1)
 
 
@@ -102,10 +107,18 @@ class HostOutcome(NamedTuple):
     verified_B: np.ndarray
     finished_B: np.ndarray
     logp_BW: np.ndarray | None
+    crowded: int
 
 
-def from_wire(wire_BX: np.ndarray, logprobs: bool = False) -> HostOutcome:
-    """The outcome that `to_wire` wrote, with or without `logprobs`."""
+def from_wire(
+    wire_BX: np.ndarray, logprobs: bool = False, crowds: bool = False
+) -> HostOutcome:
+    """The outcome that `to_wire` wrote, with or without `logprobs` and `crowded_B`."""
+    crowded = 0
+    if crowds:
+        # Every shard has its own, which are the same but for how rows are dealt.
+        crowded = int(wire_BX[:, -1].max())
+        wire_BX = wire_BX[:, :-1]
     parts = np.split(wire_BX[:, COUNTS:], 2 if logprobs else 1, axis=1)
     return HostOutcome(
         token_BW=parts[0],
@@ -114,4 +127,5 @@ def from_wire(wire_BX: np.ndarray, logprobs: bool = False) -> HostOutcome:
         verified_B=wire_BX[:, 2],
         finished_B=wire_BX[:, 3].astype(bool),
         logp_BW=parts[1].view(np.float32) if logprobs else None,
+        crowded=crowded,
     )

@@ -56,7 +56,7 @@ class Models:
         if self.placement is None or self.target.experts is None:
             return None
         axis = self.placement.expert_axis
-        return Dealt(axis, rows) if axis else None
+        return Dealt(axis, self.slot_axes if rows else ()) if axis else None
 
     @property
     def slot_axes(self) -> tuple[str, ...]:
@@ -220,6 +220,9 @@ def verify(
     )
     predicted_BW = unpack(chosen.token, packed, lay.width)
     outcome, after = accept(predicted_BW, token_BK, keep_B, state)
+    if rows.crowded is not None:
+        crowded_B = jnp.broadcast_to(rows.crowded, outcome.count_B.shape)
+        outcome = replace(outcome, crowded_B=crowded_B)
     if chosen.logp is not None:
         outcome = replace(outcome, logp_BW=unpack(chosen.logp, packed, lay.width))
     wire_BX = gathered(to_wire(widen(outcome, wire_width)), models.slot_axes)
@@ -475,6 +478,7 @@ class StepShapes:
       logprobs: whether tokens come with their log-probabilities.
       backends: the forms of the kernels.
       shards: parts that the slots are dealt into; layouts are those of one part.
+      crowds: whether rows travel to experts, and so may be too many for one device.
     """
 
     slots: int
@@ -485,6 +489,7 @@ class StepShapes:
     logprobs: bool = False
     backends: Backends = PLAIN
     shards: int = 1
+    crowds: bool = False
 
     @property
     def own_slots(self) -> int:
@@ -499,7 +504,7 @@ class StepShapes:
     @property
     def wire_columns(self) -> int:
         """Columns of an outcome's wire form."""
-        return COUNTS + self.wire_width * (2 if self.logprobs else 1)
+        return COUNTS + self.wire_width * (2 if self.logprobs else 1) + self.crowds
 
 
 def anchors_only(shapes: StepShapes) -> Layout:

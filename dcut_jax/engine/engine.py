@@ -96,6 +96,7 @@ class EngineConfig:
             logprobs=self.logprobs,
             backends=self.backends_on(device_of(models)),
             shards=models.shards,
+            crowds=models.dealt(rows=True) is not None,
         )
 
     def backends_on(self, device: Any) -> Backends:
@@ -124,6 +125,7 @@ class StepRecord:
     accepted: int = 0
     decision: Decision | None = None
     phase_ms: dict[str, float] = field(default_factory=dict)
+    crowded: int = 0  # layers that took the slower way to their experts
     teaches: bool = True  # whether what it accepted may be held against its plan
 
 
@@ -464,7 +466,7 @@ class Engine:
                 self._verify(lay, proposal.token_BK, width, clock)
                 self._read(clock)
                 if self.on_drafts is not None:
-                    outcome = from_wire(np.asarray(self._wire), self.config.logprobs)
+                    outcome = self._outcome(np.asarray(self._wire))
                     self.on_drafts(np.asarray(proposal.logp_BK), outcome)
             case DCutPolicy():
                 assert self.steering is not None
@@ -599,6 +601,9 @@ class Engine:
         clock.stop("read", None)
         self._absorb(host)
 
+    def _outcome(self, wire_BX: np.ndarray) -> HostOutcome:
+        return from_wire(wire_BX, self.shapes.logprobs, self.shapes.crowds)
+
     def _absorb(self, wire_BX: np.ndarray) -> None:
         """Hands committed tokens to their requests and frees finished slots."""
         if self.steering is not None:
@@ -607,7 +612,8 @@ class Engine:
         record, self._pending = self._pending, None
         if record is None:
             return
-        outcome = from_wire(wire_BX, self.config.logprobs)
+        outcome = self._outcome(wire_BX)
+        record.crowded = outcome.crowded
         if self.on_outcome is not None:
             self.on_outcome(record, outcome)
         for i, slot in enumerate(self._slots):

@@ -18,12 +18,12 @@ class Dealt(NamedTuple):
 
     Attributes:
       axis: the mesh axis.
-      rows: whether rows are dealt over it as well; if not, all its devices have the
-        same ones.
+      rows: the mesh axes over which rows are dealt, this one among them; none, where
+        all devices have the same rows.
     """
 
     axis: str
-    rows: bool
+    rows: tuple[str, ...]
 
 
 def total(x: Array, over: Over) -> Array:

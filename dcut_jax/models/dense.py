@@ -38,12 +38,15 @@ class Rows:
       hidden: after the final norm, ready for the LM head: `[*N, E]`.
       taps: residual stream after each tapped layer, concatenated: `[*N, C]`.
       k, v: keys (rotated) and values of every layer: `[layers, *N, G, D]`.
+      crowded: layers that took the slower way to their experts, see
+        `experts.exchange`; None where rows do not travel to any.
     """
 
     hidden: Float[Array, "..."]
     taps: Float[Array, "..."]
     k: Float[Array, "..."]
     v: Float[Array, "..."]
+    crowded: Int[Array, ""] | None = None
 
 
 def attention_specs(cfg: Any, qk_norm: bool) -> dict[str, ParamSpec]:
@@ -131,12 +134,15 @@ def feed_forward(
     valid: Bool[Array, "*N"],
     over: Over = None,
     dealt: Dealt | None = None,
-) -> Float[Array, "*N E"]:
-    """The second half of a layer: dense, or the experts that its rows are sent to."""
+) -> tuple[Float[Array, "*N E"], Array | int]:
+    """The second half of a layer: dense, or the experts that its rows are sent to.
+
+    Also, whether it was too crowded for the quick way to them: 1 or 0.
+    """
     if "experts" not in layer:
-        return swiglu(x, layer, over)
+        return swiglu(x, layer, over), 0
     assert cfg.experts is not None, "a layer with experts, in a config without"
-    return experts.forward(x, layer["experts"], cfg.experts, valid, over, dealt)
+    return experts.forward_on_mesh(x, layer["experts"], cfg.experts, valid, over, dealt)
 
 
 def forward(
@@ -161,13 +167,14 @@ def forward(
       taps: layers whose output (residual stream after the layer) is wanted.
       over: the mesh axis that `params` are cut over, see `models.collectives`. Then
         queries, keys and values are of this device's heads.
-      dealt: how experts are dealt over another mesh axis, see `experts.forward`.
+      dealt: how experts are dealt over another mesh axis, see `experts.exchange`.
       feed: in place of `feed_forward`, for one that records or trains.
     """
     x = embed(token, params["embed_VE"], over)
     by = rotation(position, cfg.rope, cfg.head_dim)
     tapped: dict[int, Array] = {}
     keys, values = [], []
+    crowded: Array | int = jnp.zeros((), jnp.int32)
     for i, layer in enumerate(params["layers"]):
         with jax.named_scope(f"layer_{i}"):
             h = rms_norm(x, layer["attention_norm_E"], cfg.norm_eps)
@@ -178,7 +185,8 @@ def forward(
             x = x + total(out, over)
             h = rms_norm(x, layer["mlp_norm_E"], cfg.norm_eps)
             if feed is None:
-                x = x + feed_forward(h, layer, cfg, valid, over, dealt)
+                more, slow = feed_forward(h, layer, cfg, valid, over, dealt)
+                x, crowded = x + more, crowded + slow
             else:
                 x = x + feed(h, layer, cfg, valid)
         if i in taps:
@@ -189,6 +197,7 @@ def forward(
         taps=jnp.concatenate([tapped[i] for i in taps], -1) if taps else empty,
         k=jnp.stack(keys),
         v=jnp.stack(values),
+        crowded=jnp.asarray(crowded) if dealt and dealt.rows else None,
     )
 
 

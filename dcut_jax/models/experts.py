@@ -5,6 +5,7 @@ is done on which platform is in `pallas_kernels.experts`. A row's result depends
 row alone: its experts' outputs are added in the order of its own scores.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -72,14 +73,27 @@ def forward(
     layer: dict[str, Any],
     cfg: ExpertsConfig,
     valid: Bool[Array, "*N"],
-    over: Over = None,
-    dealt: Dealt | None = None,
 ) -> Float[Array, "*N E"]:
     """What a layer with experts adds to its rows.
 
     Args:
       valid: false on padding, which is sent nowhere: it opens no expert, and nothing
         but the shared expert is added to it.
+    """
+    return forward_on_mesh(x, layer, cfg, valid, None, None)[0]
+
+
+def forward_on_mesh(
+    x: Float[Array, "*N E"],
+    layer: dict[str, Any],
+    cfg: ExpertsConfig,
+    valid: Bool[Array, "*N"],
+    over: Over,
+    dealt: Dealt | None,
+) -> tuple[Float[Array, "*N E"], Int[Array, ""] | int]:
+    """`forward`, and what `exchange` counts.
+
+    Args:
       over: the mesh axis that the feed-forward axis of every expert is cut over.
       dealt: how experts are dealt over another axis, if they are.
     """
@@ -87,10 +101,11 @@ def forward(
     routing = route(x_NE, layer["router_EQ"], cfg)
     expert_NA = jnp.where(valid.reshape(-1, 1), routing.expert_NA, cfg.count)
     routing = Routing(expert_NA, routing.gate_NA)
+    crowded: Array | int = 0
     if dealt is None:
         out_NE = dispatch(x_NE, routing, layer)
     else:
-        out_NE = exchange(x_NE, routing, layer, dealt)
+        out_NE, crowded = exchange(x_NE, routing, layer, dealt)
     out_NE = total(out_NE, over)
     if "shared" in layer:
         shared_NE = swiglu(x_NE, layer["shared"], over)
@@ -98,31 +113,113 @@ def forward(
             mix_N = jax.nn.sigmoid(project(x_NE, layer["shared_gate_E"]))
             shared_NE = shared_NE * mix_N[:, None]
         out_NE = out_NE + shared_NE
-    return out_NE.reshape(x.shape)
+    return out_NE.reshape(x.shape), crowded
 
 
 def exchange(
     x_NE: Float[Array, "N E"], routing: Routing, layer: dict[str, Any], dealt: Dealt
-) -> Float[Array, "N E"]:
+) -> tuple[Float[Array, "N E"], Int[Array, ""] | int]:
     """`dispatch` where each device of a mesh axis has experts of its own.
 
-    Dealt rows are gathered, every device runs all of them through its own experts, and
-    each row's parts are summed where it came from. No row is dropped, however many ask
-    for one expert.
+    Rows that are dealt as well travel: each to the devices that have one of its
+    experts, once to each, into room for `capacity` rows. Where more ask for one device,
+    in any shard, all rows are gathered on all devices instead. No row is ever dropped.
+
+    Returns:
+      What comes back to each row, and 1 where it went the slower way, else 0.
     """
+    if not dealt.rows:
+        own = _own_experts(routing, layer, dealt)
+        return lax.psum(dispatch(x_NE, own, layer), dealt.axis), 0
+    N, A = routing.expert_NA.shape
+    own_count, count = layer["gate_QEF"].shape[0], layer["router_EQ"].shape[1]
+    devices = count // own_count
+    places = capacity(N, A, devices)
+    if places == N:  # the quick way would be as long
+        return _by_gathering(x_NE, routing, layer, dealt), 0
+    device_NA = routing.expert_NA // own_count
+    asks_NX = jnp.any(device_NA[:, :, None] == jnp.arange(devices)[None, None], axis=1)
+    place_NX = jnp.cumsum(asks_NX.astype(jnp.int32), axis=0) - 1
+    crowded = jnp.any(place_NX >= places).astype(jnp.int32)
+    crowded = lax.pmax(crowded, dealt.rows)  # a way that one goes all must go
+    out_NE = lax.cond(
+        crowded > 0,
+        lambda: _by_gathering(x_NE, routing, layer, dealt),
+        lambda: _by_sending(
+            x_NE,
+            routing,
+            jnp.where(asks_NX, place_NX, places),
+            places,
+            layer,
+            dealt,
+        ),
+    )
+    return out_NE, crowded
+
+
+# Places for more rows than ask for a device where all experts are asked for alike.
+SLACK = 1.25
+
+
+def capacity(rows: int, active: int, devices: int) -> int:
+    """Rows that a shard can send to one device; at most all of them.
+
+    A row with `active` experts asks for a device with chance
+    `1 - (1 - 1 / devices) ** active`, if any experts are as likely as any others.
+    """
+    share = 1 - (1 - 1 / devices) ** active
+    return min(rows, math.ceil(SLACK * share * rows))
+
+
+def _own_experts(routing: Routing, layer: dict[str, Any], dealt: Dealt) -> Routing:
+    """The same with this device's experts numbered from 0, and the others nowhere."""
     own = layer["gate_QEF"].shape[0]
-    if dealt.rows:
-        x_NE, routing = jax.tree.map(
-            lambda x: lax.all_gather(x, dealt.axis, axis=0, tiled=True),
-            (x_NE, routing),
-        )
     expert_NA = routing.expert_NA - lax.axis_index(dealt.axis) * own
     here_NA = (expert_NA >= 0) & (expert_NA < own)
-    local = Routing(jnp.where(here_NA, expert_NA, own), routing.gate_NA)
-    out_NE = dispatch(x_NE, local, layer)
-    if not dealt.rows:
-        return lax.psum(out_NE, dealt.axis)
+    return Routing(jnp.where(here_NA, expert_NA, own), routing.gate_NA)
+
+
+def _by_gathering(
+    x_NE: Array, routing: Routing, layer: dict[str, Any], dealt: Dealt
+) -> Array:
+    """All rows to all devices; each row's parts are summed where it came from."""
+    all_NE, all_routing = jax.tree.map(
+        lambda x: lax.all_gather(x, dealt.axis, axis=0, tiled=True), (x_NE, routing)
+    )
+    out_NE = dispatch(all_NE, _own_experts(all_routing, layer, dealt), layer)
     return lax.psum_scatter(out_NE, dealt.axis, scatter_dimension=0, tiled=True)
+
+
+def _by_sending(
+    x_NE: Array,
+    routing: Routing,
+    place_NX: Int[Array, "N X"],
+    places: int,
+    layer: dict[str, Any],
+    dealt: Dealt,
+) -> Array:
+    """Each row to the devices X that it asks for, at a place below `places`."""
+    N, devices = place_NX.shape
+    nobody = jnp.full((devices, places), N)
+    row_XP = nobody.at[jnp.arange(devices)[None], place_NX].set(
+        jnp.arange(N)[:, None], mode="drop"
+    )
+    used_XP1 = (row_XP < N)[:, :, None]
+    row_XP = jnp.minimum(row_XP, N - 1)
+    nowhere = layer["router_EQ"].shape[1]
+    expert_XPA = jnp.where(used_XP1, routing.expert_NA[row_XP], nowhere)
+    sent = x_NE[row_XP], Routing(expert_XPA, routing.gate_NA[row_XP])
+
+    def swap(x_X: Array) -> Array:
+        """From one part per receiver to one part per sender, and back."""
+        return lax.all_to_all(x_X, dealt.axis, split_axis=0, concat_axis=0, tiled=True)
+
+    got = jax.tree.map(lambda x: swap(x).reshape(-1, x.shape[-1]), sent)
+    out_NE = dispatch(got[0], _own_experts(got[1], layer, dealt), layer)
+    back_XPE = swap(out_NE.reshape(devices, places, -1))
+    found_NXE = back_XPE[jnp.arange(devices)[None], jnp.minimum(place_NX, places - 1)]
+    mine_NX1 = (place_NX < places)[:, :, None]
+    return jnp.sum(jnp.where(mine_NX1, found_NXE, 0.0), axis=1)
 
 
 def dispatch(

@@ -7,12 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcut_jax.config import DrafterConfig, ExpertsConfig, ModelConfig, RopeConfig
+from dcut_jax.config import (
+    ConfigError,
+    DrafterConfig,
+    ExpertsConfig,
+    ModelConfig,
+    RopeConfig,
+)
 from dcut_jax.decode.compile import Compiler
+from dcut_jax.decode.placing import on_mesh
 from dcut_jax.decode.steps import Models
 from dcut_jax.engine.engine import Engine, EngineConfig
 from dcut_jax.engine.policy import ArPolicy, FixedPolicy, unmeasured
 from dcut_jax.engine.requests import Request
+from dcut_jax.mesh import make_placement
 from dcut_jax.models import dense, drafter
 from dcut_jax.models.params import init
 
@@ -116,6 +124,17 @@ def run(models, requests, compiler):
 def test_plain_decoding_gives_the_targets_own_text(run, greedy):
     assert run(ArPolicy()) == greedy
     assert len({tuple(t) for t in greedy}) == len(greedy)  # not one loop for all
+
+
+def test_experts_dealt_over_devices_do_not_change_the_text(models, requests, greedy):
+    """Six experts over three devices, each of which has one of the slots."""
+    spread = on_mesh(models, make_placement({"expert": 3}, "ep"))
+    engine = Engine(spread, EngineConfig(SLOTS, 96), FixedPolicy(3))
+    experts = spread.params["target"]["layers"][0]["experts"]
+    assert experts["gate_QEF"].addressable_shards[0].data.shape[0] == 2
+    assert [c.tokens for c in engine.generate(requests)] == greedy
+    with pytest.raises(ConfigError, match="experts 6; sizes.*1, 2, 3, 6"):
+        on_mesh(models, make_placement({"expert": 4}, "ep"))
 
 
 @pytest.mark.parametrize("width", [1, 3])
