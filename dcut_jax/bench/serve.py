@@ -275,7 +275,8 @@ def render(
             mine = [c for c in here if c["arm"] == arm]
             some = [Summary(**c["all"]) for c in mine]
             ratios = [
-                c["all"]["throughput"] / base[c["round"]]["throughput"] for c in mine
+                c["all"]["throughput"] / (base[c["round"]]["throughput"] or math.nan)
+                for c in mine
             ]
             good = [s.goodput for s in some]
             table.add_row(

@@ -28,6 +28,7 @@ from dcut_jax.decode.pack import Layout
 from dcut_jax.decode.placing import Places
 from dcut_jax.decode.shards import from_first
 from dcut_jax.decode.state import DecodeState, init_state
+from dcut_jax.mesh import Placement
 
 Executable = Callable[..., Any]
 
@@ -102,7 +103,8 @@ class Compiler:
                     f"that its policy can ask for when it is built"
                 )
             lowered = self._lowered(build())
-            self._kept[key] = lowered.compile(compiler_options=compiler_options())
+            options = compiler_options(self.models.placement)
+            self._kept[key] = lowered.compile(compiler_options=options)
         return self._kept[key]
 
     def _lowered(self, step: "_Step") -> Any:
@@ -339,11 +341,14 @@ class _Step:
     whole: bool = False
 
 
-def compiler_options() -> dict[str, Any]:
-    """What every step of decoding is compiled with."""
+def compiler_options(placement: Placement | None = None) -> dict[str, Any]:
+    """What every step of decoding is compiled with, on a mesh or on this device."""
+    platform = (
+        placement.mesh.devices.flat[0].platform if placement else jax.default_backend()
+    )
     # On XLA:CPU, level 1 took a sixth off compiling, in one noisy run that could not
     # tell its step times from the default's (docs/lab.md).
-    if jax.default_backend() == "cpu":
+    if platform == "cpu":
         return {"xla_backend_optimization_level": 1}
     return {}
 

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dcut_jax.cli import positive, run
-from dcut_jax.config import ExpertsConfig, ModelConfig
+from dcut_jax.config import ConfigError, ExpertsConfig, ModelConfig
 from dcut_jax.models.params import cast
 from dcut_jax.moefy import distil
 from dcut_jax.moefy.cluster import Batch, make_split
@@ -50,13 +50,13 @@ class Recipe:
     experts: int = 16
     active: int = 8
     shared: int = 512
-    steps: int = 60
+    steps: int = 0
     docs: int = 4
     length: int = 128
     cluster_batches: int = 3
     fit_batches: int = 16
     seed: int = 0
-    dtype: str = "bfloat16"
+    dtype: str = "float32"
 
 
 def read_documents(path: Path) -> list[list[int]]:
@@ -121,8 +121,37 @@ def say(**record: Any) -> None:
     print(json.dumps(record), flush=True)
 
 
-def make(source: str, data: Path, out: Path, recipe: Recipe) -> None:
-    """Makes a split and writes it; progress and measures go to standard output."""
+def fit(
+    frozen: Any,
+    tree: Any,
+    cfg: ModelConfig,
+    experts: ExpertsConfig,
+    order: Iterator[Batch],
+    recipe: Recipe,
+) -> Any:
+    """Fits routers and norms, and says how it goes."""
+    start = time.perf_counter()
+    opt_state = distil.make_optimizer(recipe.steps).init(tree)
+    for number in range(recipe.steps):
+        tree, opt_state, loss = distil.step(
+            *(frozen, tree, opt_state, *next(order)),
+            cfg=cfg,
+            experts=experts,
+            steps=recipe.steps,
+        )
+        if number % 10 == 9 or number < 2:
+            seconds = round(time.perf_counter() - start)
+            say(step=number + 1, loss=round(float(loss), 4), seconds=seconds)
+    return tree
+
+
+def make(
+    source: str, data: Path, out: Path, recipe: Recipe, begun: Path | None = None
+) -> None:
+    """Makes a split and writes it; progress and measures go to standard output.
+
+    `begun` is one made before, whose routers and norms are fitted further.
+    """
     target = load_target(source, jnp.float32)
     cfg, params = target.cfg, target.params
     experts = even_experts(cfg, recipe.experts, recipe.active, recipe.shared)
@@ -142,9 +171,14 @@ def make(source: str, data: Path, out: Path, recipe: Recipe) -> None:
     }
     start = time.perf_counter()
     order = endless(train, recipe)
-    firsts = [next(order) for _ in range(recipe.fit_batches)]
-    split = make_split(params, cfg, experts, firsts, recipe.cluster_batches)
-    say(stage="clustered", seconds=round(time.perf_counter() - start))
+    if begun is None:
+        firsts = [next(order) for _ in range(recipe.fit_batches)]
+        split = make_split(params, cfg, experts, firsts, recipe.cluster_batches)
+    else:
+        found, split = load_split(begun, cfg)
+        if found != experts:
+            raise ConfigError(f"{begun} has {found}; the flags say {experts}")
+    say(stage="begun", seconds=round(time.perf_counter() - start))
 
     ordered = distil.ordered(params, split)
     tree = distil.trained(split)
@@ -154,26 +188,18 @@ def make(source: str, data: Path, out: Path, recipe: Recipe) -> None:
 
     before = report()
     say(stage="before", **before)
-    frozen = cast(ordered, jnp.dtype(recipe.dtype))
-    opt_state = distil.make_optimizer(recipe.steps).init(tree)
-    for number in range(recipe.steps):
-        tree, opt_state, loss = distil.step(
-            *(frozen, tree, opt_state, *next(order)),
-            cfg=cfg,
-            experts=experts,
-            steps=recipe.steps,
+    if recipe.steps:
+        tree = fit(
+            cast(ordered, jnp.dtype(recipe.dtype)), tree, cfg, experts, order, recipe
         )
-        if number % 10 == 9:
-            seconds = round(time.perf_counter() - start)
-            say(step=number + 1, loss=round(float(loss), 4), seconds=seconds)
-    after = report()
+    after = report() if recipe.steps else before
     say(stage="after", **after)
     split = distil.with_trained(split, tree)
     cut_cfg, _ = cut(cfg, params, experts, split)
     about = {
         "base": target.name,
         "base_identity": target.identity,
-        "recipe": asdict(recipe),
+        "recipe": asdict(recipe) | {"begun": begun is not None},
         "data_sha256": hashlib.sha256(data.read_bytes()).hexdigest(),
         "before": before,
         "after": after,
@@ -211,6 +237,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     new = commands.add_parser("make", help="cut a dense target into experts")
     new.add_argument("--data", type=Path, required=True, help="token ids, JSON Lines")
     new.add_argument("--out", type=Path, required=True)
+    new.add_argument("--begun", type=Path, help="a split to fit further")
     for name, value in asdict(Recipe()).items():
         kind = {"seed": int, "steps": int, "shared": int, "dtype": str}.get(
             name, positive
@@ -232,7 +259,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         export(args.target, args.directory, args.out)
         return 0
     recipe = Recipe(**{name: getattr(args, name) for name in asdict(Recipe())})
-    make(args.target, args.data, args.out, recipe)
+    make(args.target, args.data, args.out, recipe, args.begun)
     return 0
 
 

@@ -99,7 +99,8 @@ def divergence(
     """Mean over valid rows of KL(teacher, student), nats."""
     p, q = jax.nn.log_softmax(teacher), jax.nn.log_softmax(student)
     each_NS = jnp.sum(jnp.exp(p) * (p - q), axis=-1)
-    return jnp.sum(jnp.where(valid_NS, each_NS, 0.0)) / jnp.sum(valid_NS)
+    rows = jnp.sum(valid_NS.astype(jnp.float32))
+    return jnp.sum(jnp.where(valid_NS, each_NS, 0.0)) / rows
 
 
 def make_optimizer(steps: int) -> optax.GradientTransformation:
@@ -141,8 +142,9 @@ def step(
         return divergence(teacher, dense.logits(x, head_VE), valid_NS)
 
     loss, grads = jax.value_and_grad(loss_of)(tree)
-    updates, opt_state = make_optimizer(steps).update(grads, opt_state, tree)
-    return optax.apply_updates(tree, updates), opt_state, loss
+    with jax.numpy_dtype_promotion("standard"):  # which optax relies on
+        updates, opt_state = make_optimizer(steps).update(grads, opt_state, tree)
+        return optax.apply_updates(tree, updates), opt_state, loss
 
 
 @partial(jax.jit, static_argnames=("cfg", "experts"))

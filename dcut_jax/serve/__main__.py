@@ -236,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             async def drain() -> None:
                 await scheduler.drain(args.drain_s)
                 await scheduler.stop()  # tells those who still wait
-                super(Draining, self).handle_exit(sig, frame)
+                self.should_exit = True  # and the command ends with status 0
 
             loop.call_soon_threadsafe(lambda: tasks.append(loop.create_task(drain())))
 

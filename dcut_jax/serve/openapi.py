@@ -156,7 +156,8 @@ def _post(
     name: str, note: str, request: Schema, answer: dict[str, Any]
 ) -> dict[str, Any]:
     done = _json("The text, or with `stream` its pieces.", answer)
-    done["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    event = _open({"data": text("A piece as JSON, an error, or [DONE].")})
+    done["content"]["text/event-stream"] = {"schema": event}
     body = {"required": True, "content": {"application/json": {"schema": request}}}
     return {
         "operationId": name,

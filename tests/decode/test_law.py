@@ -18,6 +18,7 @@ from dcut_jax.decode.sample import Sampling, next_token
 from dcut_jax.decode.state import init_state
 
 VOCAB, DRAWS, SEEDS, WIDTH = 4, 100_000, 20, 3
+BATCH = 500  # requests that share a plan
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def law(tables):
 def speculate(seed, tables, temperature_B, width, share):
     """Two tokens of each of DRAWS requests that start from token 0.
 
-    `width` drafts are asked for; of all drafts the plan keeps `share`.
+    `width` drafts are asked for; of those of a batch the plan keeps `share`.
     """
     target_VV, drafter_VV = tables
     seed_B = jnp.arange(DRAWS, dtype=jnp.int32) + seed * DRAWS
@@ -51,7 +52,7 @@ def speculate(seed, tables, temperature_B, width, share):
         min_p=jnp.zeros(DRAWS),
         seed=seed_B,
     )
-    rows_R = jnp.array([DRAWS + int(share * DRAWS * width)], jnp.int32)
+    rows_R = jnp.array([BATCH + int(share * BATCH * width)], jnp.int32)
     state = init_state(DRAWS, 1)
     everyone_B = jnp.ones(DRAWS, bool)
     state = state.replace(active_B=everyone_B, room_B=jnp.full(DRAWS, 2))
@@ -64,13 +65,20 @@ def speculate(seed, tables, temperature_B, width, share):
             drafts.append(best.token)
             logps.append(best.logp)
         token_BK, logp_BK = jnp.stack(drafts, 1), jnp.stack(logps, 1)
-        made = plan(log_survival(logp_BK), state.active_B, rows_R, jnp.ones(1))
+        keep_B = jax.vmap(
+            lambda log_survival_BK, active_B: (
+                plan(log_survival_BK, active_B, rows_R, jnp.ones(1)).keep_B
+            )
+        )(
+            log_survival(logp_BK).reshape(-1, BATCH, width),
+            state.active_B.reshape(-1, BATCH),
+        ).reshape(-1)
         block_BW = jnp.concatenate([state.anchor_B[:, None], token_BK], axis=1)
         predicted = [
             next_token(target_VV[block_BW[:, k]], sampling, state.length_B + k + 1)
             for k in range(width + 1)
         ]
-        return accept(jnp.stack(predicted, 1), token_BK, made.keep_B, state)
+        return accept(jnp.stack(predicted, 1), token_BK, keep_B, state)
 
     first, state = step(state)
     second, _ = step(state)

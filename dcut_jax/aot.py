@@ -1,0 +1,320 @@
+"""Compiles kernels and whole steps for TPUs and GPUs that are not there.
+
+The vendors' own compilers run, on abstract parameters; nothing is executed, so no time
+is measured. What they say is kept: memory for each device, hidden temporaries, floating
+point operations and bytes of XLA's cost analysis. `make aot` runs this in environments
+that hold the compilers.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from dcut_jax.cli import run
+from dcut_jax.config import DrafterConfig, LayerType, ModelConfig, RopeConfig
+from dcut_jax.cost.table import CostTable
+from dcut_jax.decode.compile import Compiler
+from dcut_jax.decode.placing import abstract
+from dcut_jax.decode.steps import Models, StepShapes, anchors_only, everything
+from dcut_jax.engine.policy import DCutPolicy
+from dcut_jax.files import write_text
+from dcut_jax.mesh import Placement
+from dcut_jax.models.cache import capacity
+from pallas_kernels import targets
+from pallas_kernels.backends import defaults
+from pallas_kernels.budget_topk import budget_topk
+from pallas_kernels.confidence import head_confidence
+
+WIDTH = 15  # drafts of a block
+POSITIONS = 2048
+
+
+@dataclass(frozen=True)
+class Target:
+    """Devices to compile for."""
+
+    name: str
+    count: int
+    devices: Callable[[], Sequence[Any]]
+
+    @property
+    def models(self) -> list[str]:
+        """Whose steps are compiled unless others are named."""
+        return ["SmolLM2-135M"] if self.count == 1 else ["Qwen3-8B"]
+
+
+TPU_TARGETS = tuple(
+    Target(f"{chip} x{count}", count, partial(targets.tpu_devices, topology))
+    for chip, count, topology in [
+        ("v5e", 1, "v5e:2x2"),
+        ("v5p", 1, "v5p:2x2x1"),
+        ("v6e", 1, "v6e:2x2"),
+        ("TPU7x", 1, "tpu7x:2x2x1"),
+        ("v5e", 8, "v5e:2x4"),
+    ]
+)
+CUDA_TARGETS = tuple(
+    Target(f"H200 x{count}", count, partial(targets.h200_devices, count))
+    for count in (1, 8)
+)
+
+
+def _pair(target: ModelConfig, layers: tuple[int, ...]) -> Models:
+    """A target, and a drafter of five layers of its own shape that taps `layers`."""
+    full: LayerType = "full_attention"
+    draft = DrafterConfig(
+        vocab=target.vocab,
+        embed=target.embed,
+        mlp=target.mlp,
+        layers=len(layers),
+        heads=target.heads,
+        kv_heads=target.kv_heads,
+        head_dim=target.head_dim,
+        rope=target.rope,
+        norm_eps=target.norm_eps,
+        block=WIDTH + 1,
+        mask_token=target.vocab - 1,
+        target_layers=layers,
+        target_depth=target.layers,
+        layer_types=(full,) * len(layers),
+        causal=(False,) * len(layers),
+    )
+    return Models(target, draft, {})
+
+
+# Shapes as the models' publishers have them in `config.json`.
+SMOLLM2 = ModelConfig(
+    vocab=49152,
+    embed=576,
+    mlp=1536,
+    layers=30,
+    heads=9,
+    kv_heads=3,
+    head_dim=64,
+    rope=RopeConfig(theta=100_000.0),
+    norm_eps=1e-5,
+    max_position=8192,
+    tied=True,
+)
+QWEN3_8B = ModelConfig(
+    vocab=151936,
+    embed=4096,
+    mlp=12288,
+    layers=36,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    rope=RopeConfig(theta=1_000_000.0),
+    norm_eps=1e-6,
+    max_position=40960,
+    tied=False,
+    qk_norm=True,
+)
+MODELS = {
+    "SmolLM2-135M": _pair(SMOLLM2, (1, 7, 14, 21, 28)),
+    "Qwen3-8B": _pair(QWEN3_8B, (1, 9, 17, 25, 33)),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a compiler said of one program; bytes are of each device.
+
+    Attributes:
+      error: its first words where it refused; then there are no numbers.
+    """
+
+    target: str
+    program: str
+    seconds: float
+    arguments_bytes: int = 0
+    outputs_bytes: int = 0
+    temporary_bytes: int = 0
+    flops: float = 0.0
+    accessed_bytes: float = 0.0
+    error: str = ""
+
+
+def compiled_row(target: str, program: str, build: Callable[[], Any]) -> Row:
+    """Compiles, and reads what there is to read."""
+    start = time.perf_counter()
+    try:
+        done = build()
+    except Exception as error:  # whatever a compiler raises belongs into the table
+        words = " ".join(str(error).split())[:200]
+        return Row(target, program, time.perf_counter() - start, error=words)
+    seconds = time.perf_counter() - start
+    memory, cost = done.memory_analysis(), done.cost_analysis() or {}
+    return Row(
+        target=target,
+        program=program,
+        seconds=seconds,
+        arguments_bytes=memory.argument_size_in_bytes,
+        outputs_bytes=memory.output_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
+        flops=cost.get("flops", 0.0),
+        accessed_bytes=cost.get("bytes accessed", 0.0),
+    )
+
+
+def kernel_rows(target: Target) -> Iterator[Row]:
+    """Every kernel in the device's own form, at a small and a large size."""
+    device = target.devices()[0]
+    forms = defaults(device)
+
+    def compiled(fn: Callable[..., Any], *shapes: tuple[tuple[int, ...], Any]) -> Any:
+        at = SingleDeviceSharding(device)
+        args = [jax.ShapeDtypeStruct(*shape, sharding=at) for shape in shapes]
+        with targets.compiling_for(device):
+            return jax.jit(fn).lower(*args).compile()
+
+    for B, K, R in [(16, 15, 8), (512, 31, 16)]:
+        yield compiled_row(
+            target.name,
+            f"budget_topk {forms.budget_topk} {B}x{K}, {R} budgets",
+            partial(
+                compiled,
+                partial(budget_topk, backend=forms.budget_topk),
+                ((B, K), jnp.float32),
+                ((B,), jnp.bool_),
+                ((R,), jnp.int32),
+            ),
+        )
+    heads = ["xla", "pallas_tpu"] if device.platform == "tpu" else ["xla"]
+    for backend in heads:
+        for N, E, V in [(64, 576, 49152), (4096, 4096, 151936)]:
+            fn = partial(
+                head_confidence,
+                backend=backend,  # type: ignore[arg-type]
+                chunk=forms.head_chunk,
+            )
+            yield compiled_row(
+                target.name,
+                f"confidence {backend} {N}x{E}, {V} words",
+                partial(compiled, fn, ((N, E), jnp.float32), ((V, E), jnp.bfloat16)),
+            )
+
+
+def step_rows(target: Target, name: str, slots: int) -> Iterator[Row]:
+    """A step of a model in bfloat16, its heads cut over all devices of the target."""
+    devices = target.devices()[: target.count]
+    mesh = Mesh(np.asarray(devices), ("model",))
+    models = MODELS[name]
+    dtypes = dict.fromkeys(
+        ("target", "drafter", "draft_embed_VE", "draft_head_VE"), jnp.bfloat16
+    )
+    models = abstract(models, Placement(mesh, "tp"), dtypes)
+    shapes = StepShapes(
+        slots=slots,
+        positions=capacity(POSITIONS),
+        width=WIDTH + 1,
+        stops=4,
+        backends=defaults(devices[0]),
+        shards=models.shards,
+    )
+    compiler = Compiler(models, jnp.bfloat16)
+    key = DCutPolicy(CostTable.empty()).plan_key(shapes)
+    full = everything(shapes, WIDTH)
+    steps: dict[str, Callable[[], Any]] = {
+        f"draft {WIDTH}": partial(compiler.draft, shapes, WIDTH),
+        "decide": partial(compiler.decide, shapes, key),
+        "verify anchors": partial(compiler.verify, shapes, anchors_only(shapes)),
+        f"verify {full.rows} rows": partial(compiler.verify, shapes, full),
+        f"commit {full.rows} rows": partial(compiler.commit, shapes, full.rows),
+    }
+    for step, job in steps.items():
+
+        def build(job: Callable[[], Any] = job) -> Any:
+            compiler.prepare([job])
+            return job()
+
+        yield compiled_row(target.name, f"{name}, batch {slots}: {step}", build)
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The table for people; MiB are of each device."""
+
+    def mib(count: float) -> str:
+        return f"{count / 2**20:.1f}"
+
+    lines = [
+        "| target | program | arguments, MiB | temporary, MiB | GFLOP | accessed, MiB "
+        "| compiled in, s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        said = (
+            [
+                mib(row.arguments_bytes),
+                mib(row.temporary_bytes),
+                f"{row.flops / 1e9:.2f}" if row.flops else "not told",
+                mib(row.accessed_bytes) if row.accessed_bytes else "not told",
+            ]
+            if not row.error
+            else [f"refused: {row.error}", "", "", ""]
+        )
+        cells = [row.target, row.program, *said, f"{row.seconds:.1f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command."""
+    args = parser().parse_args(argv)
+    known = TPU_TARGETS if args.platform == "tpu" else CUDA_TARGETS
+    chosen = [t for t in known if not args.targets or t.name in args.targets]
+    rows: list[Row] = []
+    for target in chosen:
+        jobs: list[Iterator[Row]] = []
+        if target.count == 1:
+            jobs.append(kernel_rows(target))
+        models = args.models or target.models
+        jobs += [step_rows(target, name, args.batch_size) for name in models]
+        for job in jobs:
+            for row in job:
+                print(f"{row.target}: {row.program}: {row.error or 'ok'}", flush=True)
+                rows.append(row)
+    record = {
+        "platform": args.platform,
+        "jax": jax.__version__,
+        "rows": [asdict(row) for row in rows],
+    }
+    if args.out:
+        out = Path(args.out)
+        write_text(out.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
+        write_text(out.with_suffix(".md"), markdown(rows))
+    print(markdown(rows))
+    return 1 if any(row.error for row in rows) else 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    p = argparse.ArgumentParser(prog="python -m dcut_jax.aot", description=__doc__)
+    p.add_argument("platform", choices=["tpu", "cuda"])
+    names = [t.name for t in (*TPU_TARGETS, *CUDA_TARGETS)]
+    p.add_argument(
+        "--targets", nargs="*", choices=names, help="default: all of the platform"
+    )
+    p.add_argument(
+        "--models",
+        nargs="*",
+        choices=list(MODELS),
+        help="whose steps are compiled; default: a small one, on 8 devices a larger",
+    )
+    p.add_argument("--batch-size", type=int, default=32)
+    p.add_argument("--out", help="where to write, without suffix: .json and .md")
+    return p
+
+
+if __name__ == "__main__":
+    run(main)

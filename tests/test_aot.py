@@ -1,0 +1,85 @@
+"""Ahead-of-time compiling: the command's parts, on devices that are here."""
+
+import json
+import math
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from dcut_jax import aot
+from dcut_jax.models.dense import specs
+
+TINY = aot._pair(
+    replace(
+        aot.QWEN3_8B, vocab=64, embed=16, mlp=32, layers=2, heads=4, kv_heads=2,
+        head_dim=8,
+    ),
+    (0,),
+)  # fmt: skip
+HERE = aot.Target("cpu x2", 2, jax.devices)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setattr(aot, "MODELS", {"tiny": TINY})
+    monkeypatch.setattr(aot, "POSITIONS", 128)
+    monkeypatch.setattr(aot, "WIDTH", TINY.drafter.max_drafts)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="needs two devices")
+def test_a_whole_step_compiles_from_declared_parameters_over_a_mesh(tiny):
+    rows = list(aot.step_rows(HERE, "tiny", slots=2))
+    assert [r.error for r in rows] == [""] * 5
+    assert [r.program.split(": ")[1] for r in rows] == [
+        "draft 15",
+        "decide",
+        "verify anchors",
+        "verify 32 rows",
+        "commit 32 rows",
+    ]
+    verify = rows[3]
+    # In bfloat16. Each of two devices holds half of what is cut, and all of the rest.
+    sizes = [math.prod(spec.shape) for spec in jax.tree.leaves(specs(TINY.target))]
+    cache = 2 * 2 * 2 * 2 * 8 * 128 * 2
+    assert sum(sizes) + cache / 2 < verify.arguments_bytes < 2 * sum(sizes) + cache
+    assert verify.temporary_bytes > 0
+    assert all(r.seconds > 0 for r in rows)
+
+
+def test_what_a_compiler_refuses_is_a_row_of_the_table():
+    def build():
+        raise ValueError("no room |\n for this")
+
+    row = aot.compiled_row("a chip", "a program", build)
+    assert row.error == "no room | for this"
+    assert "refused: no room" in aot.markdown([row])
+
+
+def test_numbers_are_those_of_the_program():
+    x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    row = aot.compiled_row(
+        "cpu", "product", lambda: jax.jit(lambda a, b: a @ b).lower(x, x).compile()
+    )
+    assert row.arguments_bytes == 2 * 256 * 256 * 4
+    assert row.outputs_bytes == 256 * 256 * 4
+    assert row.flops == pytest.approx(2 * 256**3, rel=0.01)
+    assert "0.03" in aot.markdown([row])
+
+
+def test_the_command_writes_both_tables(tmp_path, monkeypatch, capsys):
+    row = aot.Row("v5e x1", "a program", 1.0, 2**20, 0, 2**21, 1e9, 2**22)
+    monkeypatch.setattr(aot, "kernel_rows", lambda target: iter([row]))
+    monkeypatch.setattr(aot, "step_rows", lambda *args: iter([]))
+    out = tmp_path / "tpu"
+    assert aot.main(["tpu", "--targets", "v5e x1", "--out", str(out)]) == 0
+    assert "| v5e x1 | a program | 1.0 | 2.0 | 1.00 | 4.0 | 1.0 |" in (
+        out.with_suffix(".md").read_text()
+    )
+    record = json.loads(out.with_suffix(".json").read_text())
+    assert record["rows"][0]["temporary_bytes"] == 2**21
+    refused = replace(row, error="no")
+    monkeypatch.setattr(aot, "kernel_rows", lambda target: iter([refused]))
+    assert aot.main(["tpu", "--targets", "v5e x1"]) == 1
+    assert "a program: no" in capsys.readouterr().out
