@@ -21,7 +21,14 @@ import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from dcut_jax.cli import run
-from dcut_jax.config import DrafterConfig, LayerType, ModelConfig, RopeConfig
+from dcut_jax.config import (
+    DrafterConfig,
+    LayerType,
+    ModelConfig,
+    RopeConfig,
+    model_config_from_hf,
+)
+from dcut_jax.cost.shapes import read_config
 from dcut_jax.cost.table import CostTable
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.decode.placing import abstract
@@ -36,6 +43,7 @@ from pallas_kernels.budget_topk import budget_topk
 from pallas_kernels.confidence import head_confidence
 
 WIDTH = 15  # drafts of a block
+DRAFT_LAYERS = 5
 POSITIONS = 2048
 
 
@@ -50,7 +58,7 @@ class Target:
     @property
     def models(self) -> list[str]:
         """Whose steps are compiled unless others are named."""
-        return ["SmolLM2-135M"] if self.count == 1 else ["Qwen3-8B"]
+        return ["SmolLM2-135M"] if self.count == 1 else [QWEN3_8B]
 
 
 TPU_TARGETS = tuple(
@@ -69,14 +77,16 @@ CUDA_TARGETS = tuple(
 )
 
 
-def _pair(target: ModelConfig, layers: tuple[int, ...]) -> Models:
-    """A target, and a drafter of five layers of its own shape that taps `layers`."""
+def with_drafter(target: ModelConfig) -> Models:
+    """A target, and a drafter of five layers of its own shape, as DFlash's are."""
+    taps = np.linspace(1, max(target.layers - 3, 1), DRAFT_LAYERS).round()
+    layers = tuple(sorted({int(layer) for layer in taps}))
     full: LayerType = "full_attention"
     draft = DrafterConfig(
         vocab=target.vocab,
         embed=target.embed,
         mlp=target.mlp,
-        layers=len(layers),
+        layers=DRAFT_LAYERS,
         heads=target.heads,
         kv_heads=target.kv_heads,
         head_dim=target.head_dim,
@@ -86,13 +96,13 @@ def _pair(target: ModelConfig, layers: tuple[int, ...]) -> Models:
         mask_token=target.vocab - 1,
         target_layers=layers,
         target_depth=target.layers,
-        layer_types=(full,) * len(layers),
-        causal=(False,) * len(layers),
+        layer_types=(full,) * DRAFT_LAYERS,
+        causal=(False,) * DRAFT_LAYERS,
     )
     return Models(target, draft, {})
 
 
-# Shapes as the models' publishers have them in `config.json`.
+# Its shapes, as its publishers have them in `config.json`.
 SMOLLM2 = ModelConfig(
     vocab=49152,
     embed=576,
@@ -106,24 +116,18 @@ SMOLLM2 = ModelConfig(
     max_position=8192,
     tied=True,
 )
-QWEN3_8B = ModelConfig(
-    vocab=151936,
-    embed=4096,
-    mlp=12288,
-    layers=36,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    rope=RopeConfig(theta=1_000_000.0),
-    norm_eps=1e-6,
-    max_position=40960,
-    tied=False,
-    qk_norm=True,
-)
-MODELS = {
-    "SmolLM2-135M": _pair(SMOLLM2, (1, 7, 14, 21, 28)),
-    "Qwen3-8B": _pair(QWEN3_8B, (1, 9, 17, 25, 33)),
-}
+QWEN3_8B = "configs/targets/qwen3-8b.toml"
+
+
+def models_of(name: str) -> Models:
+    """A target with a drafter: SmolLM2, or one whose sizes a file has.
+
+    Raises:
+      ConfigError: no such file, or it describes no model that is known.
+    """
+    if name == "SmolLM2-135M":
+        return with_drafter(SMOLLM2)
+    return with_drafter(model_config_from_hf(read_config(Path(name)), name))
 
 
 @dataclass(frozen=True)
@@ -209,7 +213,7 @@ def step_rows(target: Target, name: str, slots: int) -> Iterator[Row]:
     """A step of a model in bfloat16, its heads cut over all devices of the target."""
     devices = target.devices()[: target.count]
     mesh = Mesh(np.asarray(devices), ("model",))
-    models = MODELS[name]
+    models = models_of(name)
     dtypes = dict.fromkeys(
         ("target", "drafter", "draft_embed_VE", "draft_head_VE"), jnp.bfloat16
     )
@@ -238,7 +242,8 @@ def step_rows(target: Target, name: str, slots: int) -> Iterator[Row]:
             compiler.prepare([job])
             return job()
 
-        yield compiled_row(target.name, f"{name}, batch {slots}: {step}", build)
+        program = f"{Path(name).stem}, batch {slots}: {step}"
+        yield compiled_row(target.name, program, build)
 
 
 def markdown(rows: Sequence[Row]) -> str:
@@ -278,23 +283,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         jobs: list[Iterator[Row]] = []
         if target.count == 1:
             jobs.append(kernel_rows(target))
-        models = args.models or target.models
+        models = target.models if args.models is None else args.models
         jobs += [step_rows(target, name, args.batch_size) for name in models]
         for job in jobs:
             for row in job:
                 print(f"{row.target}: {row.program}: {row.error or 'ok'}", flush=True)
                 rows.append(row)
+                if args.out:  # after each, for some take many minutes
+                    save(Path(args.out), args.platform, rows)
+    print(markdown(rows))
+    return 1 if any(row.error for row in rows) else 0
+
+
+def save(out: Path, platform: str, rows: Sequence[Row]) -> None:
+    """Writes the record, and the table beside it."""
     record = {
-        "platform": args.platform,
+        "platform": platform,
         "jax": jax.__version__,
         "rows": [asdict(row) for row in rows],
     }
-    if args.out:
-        out = Path(args.out)
-        write_text(out.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
-        write_text(out.with_suffix(".md"), markdown(rows))
-    print(markdown(rows))
-    return 1 if any(row.error for row in rows) else 0
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_text(out.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
+    write_text(out.with_suffix(".md"), markdown(rows))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -308,8 +318,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--models",
         nargs="*",
-        choices=list(MODELS),
-        help="whose steps are compiled; default: a small one, on 8 devices a larger",
+        help="whose steps are compiled: SmolLM2-135M or files like those in "
+        "configs/targets, or none; default: a small one, on 8 devices a larger",
     )
     p.add_argument("--batch-size", type=int, default=32)
     p.add_argument("--out", help="where to write, without suffix: .json and .md")

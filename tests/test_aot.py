@@ -3,34 +3,43 @@
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from dcut_jax import aot
+from dcut_jax.config import ConfigError, ModelConfig, RopeConfig
 from dcut_jax.models.dense import specs
 
-TINY = aot._pair(
-    replace(
-        aot.QWEN3_8B, vocab=64, embed=16, mlp=32, layers=2, heads=4, kv_heads=2,
-        head_dim=8,
-    ),
-    (0,),
-)  # fmt: skip
+TINY = ModelConfig(
+    vocab=64,
+    embed=16,
+    mlp=32,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    rope=RopeConfig(theta=1e4),
+    norm_eps=1e-6,
+    max_position=128,
+    tied=False,
+)
+TARGETS = Path(__file__).parents[1] / "configs" / "targets"
 HERE = aot.Target("cpu x2", 2, jax.devices)
 
 
 @pytest.fixture
 def tiny(monkeypatch):
-    monkeypatch.setattr(aot, "MODELS", {"tiny": TINY})
+    monkeypatch.setattr(aot, "SMOLLM2", TINY)
     monkeypatch.setattr(aot, "POSITIONS", 128)
-    monkeypatch.setattr(aot, "WIDTH", TINY.drafter.max_drafts)
+    monkeypatch.setattr(aot, "DRAFT_LAYERS", 1)
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="needs two devices")
 def test_a_whole_step_compiles_from_declared_parameters_over_a_mesh(tiny):
-    rows = list(aot.step_rows(HERE, "tiny", slots=2))
+    rows = list(aot.step_rows(HERE, "SmolLM2-135M", slots=2))
     assert [r.error for r in rows] == [""] * 5
     assert [r.program.split(": ")[1] for r in rows] == [
         "draft 15",
@@ -41,11 +50,21 @@ def test_a_whole_step_compiles_from_declared_parameters_over_a_mesh(tiny):
     ]
     verify = rows[3]
     # In bfloat16. Each of two devices holds half of what is cut, and all of the rest.
-    sizes = [math.prod(spec.shape) for spec in jax.tree.leaves(specs(TINY.target))]
+    sizes = [math.prod(spec.shape) for spec in jax.tree.leaves(specs(TINY))]
     cache = 2 * 2 * 2 * 2 * 8 * 128 * 2
     assert sum(sizes) + cache / 2 < verify.arguments_bytes < 2 * sum(sizes) + cache
     assert verify.temporary_bytes > 0
     assert all(r.seconds > 0 for r in rows)
+
+
+def test_targets_come_from_files_of_sizes():
+    models = aot.models_of(str(TARGETS / "qwen3-8b.toml"))
+    assert (models.target.layers, models.target.vocab) == (36, 151936)
+    assert models.drafter.target_layers == (1, 9, 17, 25, 33)  # the published drafter's
+    mixture = aot.models_of(str(TARGETS / "qwen3-30b-a3b.toml"))
+    assert mixture.target.experts.count == 128
+    with pytest.raises(ConfigError, match="nowhere.toml"):
+        aot.models_of("nowhere.toml")
 
 
 def test_what_a_compiler_refuses_is_a_row_of_the_table():

@@ -107,7 +107,9 @@ class EngineConfig:
 
 
 def device_of(models: S.Models) -> Any:
-    """A device that parameters are on; of a mesh they are all of one kind."""
+    """A device that parameters are on, or are declared for on a mesh of one kind."""
+    if models.placement is not None:
+        return models.placement.mesh.devices.flat[0]
     return min(
         jax.tree.leaves(models.params)[0].sharding.device_set, key=lambda d: d.id
     )

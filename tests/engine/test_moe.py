@@ -130,7 +130,8 @@ def test_experts_dealt_over_devices_do_not_change_the_text(models, requests, gre
     """Six experts over three devices, each of which has one of the slots."""
     spread = on_mesh(models, make_placement({"expert": 3}, "ep"))
     engine = Engine(spread, EngineConfig(SLOTS, 96), FixedPolicy(3))
-    experts = spread.params["target"]["layers"][0]["experts"]
+    some = TARGET.experts.layers[0]
+    experts = spread.params["target"]["layers"][some]["experts"]
     assert experts["gate_QEF"].addressable_shards[0].data.shape[0] == 2
     assert [c.tokens for c in engine.generate(requests)] == greedy
     with pytest.raises(ConfigError, match="experts 6; sizes.*1, 2, 3, 6"):
