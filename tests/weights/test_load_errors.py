@@ -148,7 +148,7 @@ def test_a_broken_config(make, text, message):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*known: Llama"),
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*known: .*Llama"),
         ({"hidden_size": None}, "hidden_size"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised"),
         ({"num_key_value_heads": 3}, "multiple"),
@@ -382,7 +382,7 @@ def test_a_gguf_tokenizer_that_is_not_supported(tmp_path, model, pre, bos, messa
 
 
 def test_an_unknown_source(tmp_path):
-    message = 'expected "smollm2", a directory .* or a .gguf file; found '
+    message = 'expected "smollm2", .* a directory .* a .gguf file, .*; found '
     with pytest.raises(CheckpointError, match=message + "nothing"):
         load_target("gpt-5")
     (tmp_path / "x.bin").write_bytes(b"")
