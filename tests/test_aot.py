@@ -37,6 +37,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(aot, "DRAFT_LAYERS", 1)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="needs two devices")
 def test_a_whole_step_compiles_from_declared_parameters_over_a_mesh(tiny):
     rows = list(aot.step_rows(HERE, "SmolLM2-135M", slots=2))

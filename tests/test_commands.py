@@ -225,6 +225,7 @@ class TestGenerate:
         assert capsys.readouterr().out == text
         assert not (tmp_path / "cost").exists()
 
+    @pytest.mark.slow
     def test_draws_are_the_same_in_every_mode(self, prompts, tmp_path, capsys):
         draws = "--temperature 1.5 --top-p 0.95 --seed 3".split()
         texts = {}
@@ -254,6 +255,7 @@ class TestGenerate:
             assert stop not in text
         assert texts["fixed"] == texts["ar"]
 
+    @pytest.mark.slow
     def test_logprobs_come_as_a_line_of_json(self, prompts, capsys):
         scores = {}
         for mode, *more in (["ar"], ["fixed", "--width", "3"]):

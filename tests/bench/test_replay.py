@@ -102,6 +102,7 @@ def test_joint_width_on_the_dense_table():
     assert min(c.ratio for c in ours) >= 0.99
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_steps")
 def test_ours_keeps_up_with_the_published_policy_on_the_mixture_of_experts():
     """Of what that policy yields here; choosing a width costs a little where it is hard

@@ -18,7 +18,7 @@ from dcut_jax.decode.sample import Sampling, next_token
 from dcut_jax.decode.state import init_state
 
 VOCAB, DRAWS, SEEDS, WIDTH = 4, 100_000, 20, 3
-BATCH = 500  # requests that share a plan
+BATCH = 5_000  # requests that share a plan
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +168,7 @@ def test_a_mixed_batch(tables, law, share):
     assert sum(found) >= SEEDS - 1
 
 
+@pytest.mark.slow
 def test_a_greedy_batch_has_one_text(tables):
     cold_B = jnp.zeros(DRAWS)
     texts = [speculate(0, tables, cold_B, w, 0.5) for w in range(1, WIDTH + 1)]

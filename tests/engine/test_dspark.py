@@ -84,6 +84,7 @@ def test_every_draft_verified(models, compiler, asked, plain):
         assert sum(len(t) for t in plain) > 1.2 * sum(r.active for r in engine.records)
 
 
+@pytest.mark.slow
 def test_drafts_cut_by_a_plan(models, compiler, asked, plain):
     policy = replace(
         unmeasured(), factors=(4.0,), widths=(7,), plain=False, bypass=False

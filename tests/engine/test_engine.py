@@ -235,6 +235,7 @@ class TestText:
         got = engine.generate(requests)
         assert texts(got) == [expected(r, greedy) for r in requests]
 
+    @pytest.mark.slow
     def test_a_poor_drafter_with_sliding_windows(self, sliding_pair, requests, greedy):
         engine = Engine(sliding_pair, EngineConfig(4, MAX_LENGTH), FixedPolicy(7))
         got = engine.generate(requests)
@@ -973,6 +974,7 @@ def whole_logp(pair):
 
 
 class TestLogprobs:
+    @pytest.mark.slow
     @pytest.mark.parametrize("sampling", [False, True], ids=["greedy", "sampled"])
     @pytest.mark.parametrize("kind", ["ar", "fixed", "dcut"])
     def test_they_are_those_of_a_plain_pass(

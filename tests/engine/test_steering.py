@@ -269,6 +269,7 @@ class TestBypass:
         assert sum(r.decision is None and r.width > 0 for r in later) > len(later) / 2
         assert any(r.decision is not None for r in later)  # looks, now and then
 
+    @pytest.mark.slow
     def test_a_published_policy_plans_every_step(self, pair, build, invented_table):
         shapes = CONFIG.shapes(pair)
         policy = DCutPolicy.published(unmeasured().table)

@@ -116,6 +116,7 @@ def test_taps_a_layer_off_are_noticed(drafts, name, shift):
     assert sum(ours == theirs for ours, theirs in pairs) < len(pairs) / 2
 
 
+@pytest.mark.slow
 def test_a_bfloat16_drafter_mostly_agrees(drafts):
     pairs = drafts("full", dtype=jnp.bfloat16)
     same = [a == b for pair in pairs for a, b in zip(*pair, strict=True)]

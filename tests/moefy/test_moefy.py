@@ -77,6 +77,7 @@ def test_a_choice_is_of_the_best_and_pulls_at_its_border():
     assert grad[3] > grad[1]
 
 
+@pytest.mark.slow
 def test_masked_neurons_are_the_experts_that_decoding_runs(params, split, batches):
     token_NS, valid_NS = batches[0]
     tree = distil.trained(split)
@@ -89,6 +90,7 @@ def test_masked_neurons_are_the_experts_that_decoding_runs(params, split, batche
     np.testing.assert_allclose(got[valid_NS], want[valid_NS], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_fitting_brings_it_nearer_to_the_dense_target(params, split, batches):
     """And twice the same way; neurons stay where they are."""
 
@@ -115,6 +117,7 @@ def test_fitting_brings_it_nearer_to_the_dense_target(params, split, batches):
     assert not np.array_equal(fitted.router_YEQ, split.router_YEQ)
 
 
+@pytest.mark.slow
 def test_the_command_makes_a_split_and_a_checkpoint(tmp_path, params, capsys):
     save_hf(tmp_path / "dense", CFG, params)
     rng = np.random.default_rng(1)

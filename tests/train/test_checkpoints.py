@@ -333,6 +333,7 @@ def test_tensorboard_is_refused_before_anything_is_read(config, tmp_path, monkey
     assert not Path(config.out).exists()
 
 
+@pytest.mark.slow
 def test_tensorboard_gets_what_the_log_has(config, target, monkeypatch):
     import tensorboardX
 

@@ -73,7 +73,9 @@ def nothing_loads(monkeypatch):
 def outcome(count, accepted):
     zero_B = np.zeros(len(count), bool)
     accepted_B = np.array(accepted)
-    return HostOutcome(None, np.array(count), accepted_B, accepted_B, zero_B, None)
+    return HostOutcome(
+        None, np.array(count), accepted_B, accepted_B, zero_B, None, crowded=0
+    )
 
 
 def test_a_tally_by_hand():
@@ -148,6 +150,7 @@ def pair(golden):
     return load_pair(str(golden / "target"), drafter, "float32", "float32")
 
 
+@pytest.mark.slow
 def test_counts_are_those_of_steps_one_by_one(pair, tokenized, tokenizer):
     """Batches, refills and ends of texts, against one request after another."""
     width, config = 7, EngineConfig(2, 32, 2)

@@ -150,6 +150,7 @@ def test_a_run_begun_from_an_export_exports_the_same_files(config, new_run, tmp_
     assert files(first) == files(second)
 
 
+@pytest.mark.slow
 def test_a_target_that_has_moved_is_named(config, new_run, golden, tmp_path, capsys):
     shutil.copytree(golden / "target", tmp_path / "moved")
     run = new_run(config)

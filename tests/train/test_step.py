@@ -96,9 +96,11 @@ def test_micro_batches_are_the_batch_of_all_of_them(cfg, pair, blocks, alone):
         train(parts, pair, dealt), alone, strict=False
     ):
         close(metrics, wanted, 1e-5)
-        close(state.params, want.params, 1e-5)
+        # Adam divides by a gradient's size: where it is near nothing, rounding shows.
+        close(state.params, want.params, 5e-5)
 
 
+@pytest.mark.slow
 def test_the_average_follows_the_parameters(cfg, pair, blocks):
     states = [s for s, _ in train(replace(cfg, ema=0.75), pair, blocks, steps=3)]
     want = init_state(pair[0], cfg).params
@@ -126,6 +128,7 @@ def test_heads_alone_move(cfg, pair, blocks):
         assert moved == (name in ("markov", "confidence")), name
 
 
+@pytest.mark.slow
 def test_a_step_learns_by_either_optimiser(cfg, pair, blocks, alone):
     muon = train(replace(cfg, optimizer="muon", lr=1e-3), pair, blocks, steps=6)
     adamw = train(replace(cfg, lr=1e-3), pair, blocks, steps=6)

@@ -64,6 +64,7 @@ def logits(cfg, params):
     return dense.logits(rows.hidden, dense.head_VE(params))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [0, 32])
 def test_all_experts_together_are_the_dense_target(dense_target, shared):
     cfg, params = dense_target
