@@ -95,6 +95,7 @@ def refusal(capsys, nothing_loads):
 
 
 class TestBench:
+    @pytest.mark.slow
     def test_every_arm(self, prompts, tmp_path, capsys):
         pytest.importorskip("matplotlib")
         flags = (

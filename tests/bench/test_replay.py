@@ -94,6 +94,7 @@ def test_the_published_policy_is_foretold(model):
     assert all(abs(cell.error) <= 0.10 for cell in cells(r.DCUT_16, model))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_steps")
 def test_joint_width_on_the_dense_table():
     """Published: D-Cut-B16 1.74 and D-Cut-B8 1.80, means of 25 settings."""

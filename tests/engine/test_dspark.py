@@ -77,6 +77,7 @@ def texts(engine, asked):
     return [c.tokens for c in engine.generate(asked)]
 
 
+@pytest.mark.slow
 def test_every_draft_verified(models, compiler, asked, plain):
     engine = Engine(models, CONFIG, FixedPolicy(7), compiler=compiler)
     assert texts(engine, asked) == plain

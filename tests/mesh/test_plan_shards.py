@@ -72,6 +72,7 @@ def test_the_tier_is_the_best_of_all_that_shards_can_do(seed):
     assert (used_S <= rows_SR[:, int(got.tier)]).all()
 
 
+@pytest.mark.slow
 def test_an_idle_shard_gives_no_rows_to_a_full_one():
     """With rows in common the sure request would take all six."""
     survival_BK = np.log(np.array([[0.99, 0.98, 0.97, 0.96], [0.2, 0.02, 0.01, 0.01]]))

@@ -394,6 +394,7 @@ def lives(config, path, kills):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_equals_unbroken(config, tmp_path):
     # Three steps a line and two a checkpoint, so a line may be of two lives.
     config = dataclasses.replace(config, steps=9, log_every=3, eval_every=4)

@@ -46,6 +46,7 @@ def collect_data(prompts, out, *more):
     return command.main(["data", prompts, "--out", str(out), *flags, *more])
 
 
+@pytest.mark.slow
 def test_data_from_prompts_and_again_after_a_kill(tiny, tmp_path):
     out = tmp_path / "data"
     some = prompt_file(tmp_path / "some.jsonl", TEXTS[:4])

@@ -335,6 +335,7 @@ def test_an_exported_drafter(golden, prompts, tokenized, tmp_path, capsys):
             assert width["ratio"]["low"] > 0
 
 
+@pytest.mark.slow
 def test_a_run(config, prompts, tokenized, tmp_path, golden):
     run = make_trainer(dataclasses.replace(config, steps=2, eval_fraction=0.0))
     run.run()

@@ -114,6 +114,7 @@ def test_without_an_average_the_parameters_are_the_best(alone):
     assert alone[0][0].best is alone[0][0].params
 
 
+@pytest.mark.slow
 def test_heads_alone_move(cfg, pair, blocks):
     only = replace(cfg, heads_only=True)
     before = init_state(pair[0], only).params
@@ -138,6 +139,7 @@ def test_a_step_learns_by_either_optimiser(cfg, pair, blocks, alone):
     assert float(muon[-1][1]["loss"]) != float(adamw[-1][1]["loss"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(8, 1), (4, 2), (2, 1)])
 def test_a_mesh_gives_the_loss_of_one_device(cfg, pair, blocks, alone, shape):
     devices = np.asarray(jax.devices()[: shape[0] * shape[1]])
