@@ -96,8 +96,8 @@ def test_micro_batches_are_the_batch_of_all_of_them(cfg, pair, blocks, alone):
         train(parts, pair, dealt), alone, strict=False
     ):
         close(metrics, wanted, 1e-5)
-        # Adam divides by a gradient's size: where it is near nothing, rounding shows.
-        close(state.params, want.params, 5e-5)
+        # Adam divides by a gradient's size: one of 8192 differs by 1.3e-5.
+        close(state.params, want.params, 2e-5)
 
 
 @pytest.mark.slow
