@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from dcut_jax.cli import (
+    add_memory_flag,
     add_mesh_flags,
     add_model_flags,
     bar,
@@ -50,6 +51,7 @@ def generate(
     width: int = WIDTH,
     max_length: int | None = None,
     cache_dtype: str = "float32",
+    kv_memory: int | None = None,
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -76,6 +78,7 @@ def generate(
       costs: "roofline" starts at once: where this machine's costs were not measured,
         they are computed from its peak rates, and corrected while decoding.
       cache_dtype: of the key/value caches.
+      kv_memory: bytes of each device for them; see `EngineConfig`.
       temperature, top_k, top_p, min_p: see `decode.sample.Sampling`.
       seed: of the first prompt; the next has the next number.
       halt: ends texts on the host; `StopStrings(pair.target.text(), ["###"])` does
@@ -119,6 +122,7 @@ def generate(
         cache_dtype,
         sampling=any(r.draws for r in requests),
         logprobs=logprobs,
+        kv_memory=kv_memory,
     )
     models = pair.models if mode != "ar" else pair.without_drafter()
     compiler = Compiler(models, cache_dtype)
@@ -179,6 +183,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     p = argparse.ArgumentParser(prog="python -m dcut_jax.generate", description=__doc__)
     add_model_flags(p)
+    add_memory_flag(p)
     add_mesh_flags(p)
     p.add_argument("prompt", nargs="*", help="texts; default: standard input")
     p.add_argument("--prompts", help="a JSON Lines file instead, or a set's name")
@@ -297,6 +302,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         width=args.width or WIDTH,
         max_length=args.max_length,
         cache_dtype=args.cache_dtype,
+        kv_memory=args.kv_memory,
         temperature=args.temperature or 0.0,
         top_k=args.top_k or 0,
         top_p=1.0 if args.top_p is None else args.top_p,

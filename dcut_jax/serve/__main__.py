@@ -9,6 +9,7 @@ from pathlib import Path
 from types import FrameType
 
 from dcut_jax.cli import (
+    add_memory_flag,
     add_mesh_flags,
     add_model_flags,
     bar,
@@ -32,6 +33,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     p = argparse.ArgumentParser(prog="python -m dcut_jax.serve", description=__doc__)
     add_model_flags(p)
+    add_memory_flag(p)
     add_mesh_flags(p)
     p.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: loopback)"
@@ -60,6 +62,12 @@ def parser() -> argparse.ArgumentParser:
         "--no-logprobs",
         action="store_true",
         help="offer no log-probabilities; steps are a little cheaper",
+    )
+    p.add_argument(
+        "--no-prefix-cache",
+        action="store_true",
+        help="run every prompt whole; otherwise what prompts begin with alike is kept, and "
+        "how soon an answer begins tells whether somebody asked the like",
     )
     p.add_argument(
         "--api-key",
@@ -143,6 +151,9 @@ def build_engine(
     cache_dtype: str,
     logprobs: bool,
     cost_dir: Path | None,
+    kv_memory: int | None = None,
+    prefix_cache: bool = True,
+) -> Engine:| None,
 ) -> Engine:
     """An engine for requests of any kind; measures this machine's costs if need be."""
     text = pair.target.text()
@@ -153,6 +164,8 @@ def build_engine(
         cache_dtype,
         sampling=True,
         logprobs=logprobs,
+        kv_memory=kv_memory,
+        prefix_cache=prefix_cache,
     )
     models = pair.models if mode != "ar" else pair.without_drafter()
     compiler = Compiler(models, cache_dtype)
@@ -202,6 +215,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         cache_dtype=args.cache_dtype,
         logprobs=not args.no_logprobs,
         cost_dir=args.cost_dir,
+        kv_memory=args.kv_memory,
+        prefix_cache=not args.no_prefix_cache,
     )
     limits = Limits(
         queue=args.queue,
@@ -259,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         print(
             f"{name}: {engine.config.slots} slots of {args.max_length} tokens, "
-            f"mode {args.mode}; at {where}",
+            f"{engine.shapes.pages} pages, mode {args.mode}; at {where}",
             flush=True,
         )
         await http.serve([listening])

@@ -94,9 +94,9 @@ def test_parameters_and_caches_are_cut(planned, both_ways):
     assert q_EHD.addressable_shards[0].data.shape == (64, 8, 24)
     assert embed_VE.addressable_shards[0].data.shape == (52, 64)
     planned.reset()
-    Y, B, G, D, L = planned.caches.target.k.shape
+    Y, P, G, D, C = planned.caches.target.k.shape
     local = planned.caches.target.k.addressable_shards[0].data
-    assert local.shape == (Y, B // 2, G // 2, D, L)
+    assert local.shape == (Y, P // 2, G // 2, D, C)
 
 
 def with_noise(x, device, noise):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from dcut_jax.engine.requests import Request
+from dcut_jax.models.cache import NO_PAGE
 from dcut_jax.serve.scheduler import Job, Limits
 
 COMPLETION = "/v1/completions"
@@ -45,8 +46,9 @@ def poison(scheduler, prompt):
     engine = scheduler.engine
     for slot, used in enumerate(engine._slots):
         if used is not None and used.request.prompt == prompt:
-            target = engine.caches.target
-            target = replace(target, k=target.k.at[:, slot].set(jnp.nan))
+            target, pages = engine.caches.target, engine.paging.table_BN[slot]
+            pages = pages[pages != NO_PAGE]
+            target = replace(target, v=target.v.at[:, pages].set(jnp.nan))
             engine.caches = replace(engine.caches, target=target)
 
 
