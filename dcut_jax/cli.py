@@ -68,9 +68,9 @@ def add_memory_flag(parser: argparse.ArgumentParser) -> None:
         "--kv-memory",
         type=memory_size,
         metavar="SIZE",
-        help="of each device, for keys and values of target and drafter, as in 512MiB or "
-        "4GiB; where it runs out, texts wait or are put aside and gone on with later "
-        "(default: enough for all slots at full length)",
+        help="of each device, for keys and values of target and drafter, as in 512MiB "
+        "or 4GiB; where it runs out, texts wait, or are put aside and gone on with "
+        "later (default: enough for all slots at full length)",
     )
 
 

@@ -69,8 +69,6 @@ class EngineConfig:
     kv_memory: int | None = None
     prefix_cache: bool = True
 
-    def __post_init__| None = None
-
     def __post_init__(self) -> None:
         if self.slots < 1:
             raise ValueError(f"batch size must be at least 1; found {self.slots}")
@@ -330,9 +328,6 @@ class Engine:
         self._returning: tuple[_Slot, Prefill] | None = None  # one of these
         self._admitted = 0
         self.paging = Paging(self.shapes, self.config.prefix_cache)
-| None = None  # the first of these
-        self._admitted = 0
-| None] = [None] * self.shapes.slots
 
     @property
     def caches(self) -> S.Caches:
@@ -374,9 +369,9 @@ class Engine:
         if capacity(most) > there:
             raise ValueError(
                 f"a prompt of {len(request.prompt)} tokens and {request.max_new_tokens}"
-                f" new ones need {most} cached positions in pages of {CHUNK}; kv_memory "
-                f"has room for {there}. Shorten the prompt, ask for fewer tokens, or "
-                f"raise kv_memory"
+                f" new ones need {most} cached positions in pages of {CHUNK}; "
+                f"kv_memory has room for {there}. Shorten the prompt, ask for fewer "
+                f"tokens, or raise kv_memory"
             )
         if len(request.stop) > self.config.max_stops:
             raise ValueError(
@@ -464,9 +459,7 @@ class Engine:
         return self.paging.slot_for(empty, request.prompt, self._positions(request))
 
     def _positions(self, request: Request) -> int:
-        return min(
-            len(request.prompt) + self.shapes.width, _most_positions(request)
-        )
+        return min(len(request.prompt) + self.shapes.width, _most_positions(request))
 
     def admit(self, ready: Prefilled) -> Completion:
         """Puts a prefilled request into a free slot and emits its first token.
@@ -510,9 +503,7 @@ class Engine:
         self.place(slot, ready, request.max_new_tokens - 1, page_N)
         self._slots[slot] = entering
 
-    def place(
-        self, slot: int, ready: Prefilled, room: int, page_N: np.ndarray
-    ) -> None:
+    def place(self, slot: int, ready: Prefilled, room: int, page_N: np.ndarray) -> None:
         """Copies a prefilled prompt into pages and starts it in a slot.
 
         `page_N`: see `Paging.enter`. The table is the caller's to write.
@@ -641,8 +632,8 @@ class Engine:
     def _return(self) -> None:
         """Brings back who was put aside, once there are pages: a chunk of its text.
 
-        All of it where nobody decodes meanwhile. Nothing waits for the device: the token
-        that follows is known.
+        All of it where nobody decodes meanwhile. Nothing waits for the device: the
+        token that follows is known.
         """
         while self._aside:
             if self._returning is None:

@@ -1,8 +1,8 @@
 """Which pages of a cache are free, which are used, and which hold known prefixes.
 
-Plain Python, of page numbers and tokens; nothing of arrays. A page is free, or in use by
-one request or more, or idle: nobody uses it, but it holds a prefix that may be asked for
-again, and is taken only where no page is free, the longest unused first.
+Plain Python, of page numbers and tokens; nothing of arrays. A page is free, or in use
+by one request or more, or idle: nobody uses it, but it holds a prefix that may be asked
+for again, and is taken only where no page is free, the longest unused first.
 """
 
 from collections import OrderedDict
@@ -16,8 +16,8 @@ _Name = tuple[int, tuple[int, ...]]
 class Pages:
     """The pages of one pool of memory.
 
-    A page is named once all its positions are written, and not written again; so what is
-    shared needs no copies. `free + used + cached` is always `count`.
+    A page is named once all its positions are written, and not written again; so what
+    is shared needs no copies. `free + used + cached` is always `count`.
 
     Attributes:
       count: pages in all.
@@ -103,8 +103,8 @@ class Pages:
     def name(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
         """Makes a request's pages known, as far as `tokens` fill them.
 
-        Where another page has the same prefix already it stays the one that is found, and
-        what follows goes without a name: its page before might be gone before it is.
+        Where another page has the same prefix already it stays the one that is found,
+        and what follows goes without a name: the page before might be gone before it.
         """
         serial = 0
         for at, page in enumerate(pages[: len(tokens) // self.size]):

@@ -1,7 +1,7 @@
 """The page table of a batch, and the pools that its pages come from.
 
-The host's side of `models.cache`: a pool per shard of a mesh, of which the table has the
-shard's own page numbers.
+The host's side of `models.cache`: a pool per shard of a mesh, and a table of the
+shards' own page numbers.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,11 @@ from dcut_jax.models.cache import CHUNK, NO_PAGE, page_bytes, pages_for
 def bytes_of_page(models: Models, dtype: DTypeLike) -> int:
     """What a page takes of each device: its part of both models' keys and values."""
     cfgs = [cfg for cfg in (models.target, models.drafter) if cfg is not None]
-    parts = models.placement.mesh.shape[models.over] if models.placement and models.over else 1
+    parts = (
+        models.placement.mesh.shape[models.over]
+        if models.placement and models.over
+        else 1
+    )
     return sum(page_bytes(cfg, dtype) for cfg in cfgs) // parts
 
 
@@ -98,8 +102,8 @@ class Paging:
     ) -> int | None:
         """The slot, of some that are empty, that shares most with a prompt.
 
-        None where no shard of theirs has the pages that its `positions` need beyond what
-        it shares.
+        None where no shard of theirs has the pages that its `positions` need beyond
+        what it shares.
         """
         first = {self.shard(slot): slot for slot in sorted(slots, reverse=True)}
         found: list[tuple[int, int]] = []
@@ -120,7 +124,10 @@ class Paging:
           where it is shared or not there.
         """
         assert not self._held[slot], "a slot that somebody is in"
-        pool, shared = self.pools[self.shard(slot)], self._match(self.shard(slot), tokens)
+        pool, shared = (
+            self.pools[self.shard(slot)],
+            self._match(self.shard(slot), tokens),
+        )
         pool.share(shared)
         own = pool.take(pages_for(positions) - len(shared))
         self._hold(slot, [*shared, *own])
@@ -141,7 +148,7 @@ class Paging:
         return True
 
     def leave(self, slot: int, tokens: Sequence[int]) -> None:
-        """Empties a slot; what it has of these tokens, its first, may be found later."""
+        """Empties a slot; of what it holds, these first tokens may be found later."""
         pool, held = self.pools[self.shard(slot)], self._held[slot]
         if self.prefix_cache:
             pool.name(tokens, held)
@@ -166,8 +173,8 @@ class Paging:
 
 
 def dealt_out(shapes: StepShapes) -> np.ndarray:
-    """A table of full slots, that share pages where there are too few: to time steps."""
+    """A table of full slots, to time steps: where pages are too few they share."""
     per_shard = np.arange(shapes.own_slots * shapes.slot_pages) % shapes.own_pages
-    return np.tile(
-        per_shard.reshape(shapes.own_slots, -1), (shapes.shards, 1)
-    ).astype(np.int32)
+    return np.tile(per_shard.reshape(shapes.own_slots, -1), (shapes.shards, 1)).astype(
+        np.int32
+    )

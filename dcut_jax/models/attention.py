@@ -103,7 +103,7 @@ def attend(
             position_11C = (start + jnp.arange(cached.chunk))[None, None, :]
             there_B1C = position_11C < length_B11
             seen = jnp.broadcast_to(there_B1C, (B, J, cached.chunk))
-            # A page may hold what another left: its weight is 0, but 0 times NaN is NaN.
+            # What others left in a page weighs 0, but 0 times NaN is NaN.
             v_BGCD = jnp.where(there_B1C[..., None], v_BGCD, 0)
             if window is not None:
                 assert position_BJ is not None, "a window needs query positions"

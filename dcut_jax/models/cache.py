@@ -1,14 +1,15 @@
 """The key/value cache: pages for all layers, and a table of who has which.
 
-A page holds `CHUNK` positions, the piece that attention reads at a time. Keys are stored
-transposed, `[layers, P, G, D, C]`, values as `[layers, P, G, C, D]`: both products of
-attention then run along the minor axis of their right-hand side, and a head dimension of
-64 still gives a TPU full 128-wide lanes for the keys. One array for all layers makes a
-commit one write per row.
+A page holds `CHUNK` positions, the piece that attention reads at a time. Keys are
+stored transposed, `[layers, P, G, D, C]`, values as `[layers, P, G, C, D]`: both
+products of attention then run along the minor axis of their right-hand side, and a head
+dimension of 64 still gives a TPU full 128-wide lanes for the keys. One array for all
+layers makes a commit one write per row.
 
-A table `[B, N]` names the pages of each slot in order; target and drafter have one table.
-Behind a slot's own pages it says `NO_PAGE`, which reads as some page and is written to no
-page. What lies past a slot's length is never seen, whatever it is, and needs no clean-up.
+A table `[B, N]` names the pages of each slot in order; target and drafter share it.
+Behind a slot's own pages it says `NO_PAGE`, which reads as some page and is written to
+none. What lies past a slot's length is never seen, whatever it is, and needs no
+clean-up.
 """
 
 from typing import Any

@@ -66,8 +66,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--no-prefix-cache",
         action="store_true",
-        help="run every prompt whole; otherwise what prompts begin with alike is kept, and "
-        "how soon an answer begins tells whether somebody asked the like",
+        help="run every prompt whole; else beginnings of prompts are kept, and how "
+        "soon an answer comes tells whether somebody began alike",
     )
     p.add_argument(
         "--api-key",
@@ -153,7 +153,6 @@ def build_engine(
     cost_dir: Path | None,
     kv_memory: int | None = None,
     prefix_cache: bool = True,
-) -> Engine:| None,
 ) -> Engine:
     """An engine for requests of any kind; measures this machine's costs if need be."""
     text = pair.target.text()
