@@ -246,8 +246,9 @@ class TestTooFewPages:
     ):
         engine = make(mode)
         engine.reset()
-        # The second needs no more than a page.
-        asked = [growing[0], Request(long[3][:20], 100), growing[2]]
+        # The second needs no more than a page, and as drafts fail it, many steps.
+        slow = Request(long[3][:20], 100, temperature=3.0)
+        asked = [growing[0], slow, growing[2]]
         running = [engine.admit(engine.prefill(r)) for r in asked]
         while not engine._aside:
             engine.step()
@@ -297,7 +298,8 @@ class TestTooFewPages:
         engine.admit(ready)
 
     def test_one_that_can_never_fit_is_refused_at_once(self, make, long):
-        engine = make("ar", 1)
+        engine = make("ar")
+        engine.shapes = replace(engine.shapes, pages=1)  # as with memory for one
         engine.check(Request((1,) * 100, 29))
         with pytest.raises(ValueError, match="129 cached positions.*has room for 128"):
             engine.check(Request((1,) * 100, 30))
