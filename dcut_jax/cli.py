@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -58,6 +59,18 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         choices=DTYPES,
         help="of the key/value caches; the narrow ones take half the memory, but on "
         "CPUs they are very slow (default: float32)",
+    )
+
+
+def add_memory_flag(parser: argparse.ArgumentParser) -> None:
+    """How much memory keys and values may take."""
+    parser.add_argument(
+        "--kv-memory",
+        type=memory_size,
+        metavar="SIZE",
+        help="of each device, for keys and values of target and drafter, as in 512MiB "
+        "or 4GiB; where it runs out, texts wait, or are put aside and gone on with "
+        "later (default: enough for all slots at full length)",
     )
 
 
@@ -128,6 +141,19 @@ def mesh_sizes(text: str) -> dict[str, int]:
             )
         sizes[axis] = positive(size)
     return sizes
+
+
+def memory_size(text: str) -> int:
+    """An `argparse` type: bytes, or a number with KiB, MiB, GiB or TiB behind it."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT])iB)?", text.strip())
+    size = 0
+    if found:
+        size = int(float(found[1]) * 1024 ** (" KMGT".index(found[2] or " ")))
+    if size < 1:
+        raise argparse.ArgumentTypeError(
+            f"expected a size such as 512MiB or 4GiB, found {text!r}"
+        )
+    return size
 
 
 def positive(text: str) -> int:

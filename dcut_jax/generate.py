@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dcut_jax.cli import (
+    add_memory_flag,
     add_mesh_flags,
     add_model_flags,
     bar,
@@ -41,6 +42,7 @@ def generate(
     width: int = WIDTH,
     max_length: int | None = None,
     cache_dtype: str = "float32",
+    kv_memory: int | None = None,
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -66,6 +68,7 @@ def generate(
       max_length: positions a slot can hold; None takes what the prompts need.
       costs: see `modes.build_engine`.
       cache_dtype: of the key/value caches.
+      kv_memory: bytes of each device for them; see `EngineConfig`.
       temperature, top_k, top_p, min_p: see `decode.sample.Sampling`.
       seed: of the first prompt; the next has the next number.
       halt: ends texts on the host; `StopStrings(pair.target.text(), ["###"])` does
@@ -99,6 +102,7 @@ def generate(
         cache_dtype,
         sampling=any(r.draws for r in requests),
         logprobs=logprobs,
+        kv_memory=kv_memory,
     )
     engine = build_engine(
         pair,
@@ -121,6 +125,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     p = argparse.ArgumentParser(prog="python -m dcut_jax.generate", description=__doc__)
     add_model_flags(p)
+    add_memory_flag(p)
     add_mesh_flags(p)
     p.add_argument("prompt", nargs="*", help="texts; default: standard input")
     p.add_argument("--prompts", help="a JSON Lines file instead, or a set's name")
@@ -204,6 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         width=args.width or WIDTH,
         max_length=args.max_length,
         cache_dtype=args.cache_dtype,
+        kv_memory=args.kv_memory,
         temperature=args.temperature or 0.0,
         top_k=args.top_k or 0,
         top_p=1.0 if args.top_p is None else args.top_p,

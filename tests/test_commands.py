@@ -380,3 +380,19 @@ class TestRun:
         with pytest.raises(SystemExit) as caught:
             cli.run(lambda argv: 1)
         assert caught.value.code == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("512MiB", 2**29), ("4GiB", 2**32), ("1.5 KiB", 1536), ("700", 700)],
+)
+def test_sizes_of_memory(text, size):
+    assert cli.memory_size(text) == size
+    args = generate.parser().parse_args(["hello", "--kv-memory", text])
+    assert args.kv_memory == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "4GB", "MiB", "1e9", "0.1"])
+def test_sizes_that_are_none(text):
+    with pytest.raises(Exception, match="expected a size such as 512MiB"):
+        cli.memory_size(text)

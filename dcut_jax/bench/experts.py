@@ -27,7 +27,14 @@ from dcut_jax.decode.compile import compiler_options
 from dcut_jax.decode.pack import layout, pack
 from dcut_jax.decode.verify import verify_rows
 from dcut_jax.models import dense, experts
-from dcut_jax.models.cache import KvCache, init_cache, write_rows
+from dcut_jax.models.cache import (
+    KvCache,
+    copy_pages,
+    in_order,
+    init_cache,
+    pages_for,
+    write_rows,
+)
 from dcut_jax.prompts import load_prompts
 from dcut_jax.weights.load import SMOLLM2_MOE, load_target
 
@@ -86,14 +93,17 @@ def read_texts(
     )
     slot_T = jnp.repeat(jnp.arange(B), S - 1)
     position_T = jnp.tile(jnp.arange(S - 1), B)
-    kv = init_cache(cfg, B, S, jnp.float32)
-    kv = write_rows(kv, k, v, slot_T, position_T, jnp.ones(slot_T.shape, bool))
+    table_BN = in_order(B, pages_for(S))
+    kv = init_cache(cfg, table_BN.size, jnp.float32)
+    every_T = jnp.ones(slot_T.shape, bool)
+    kv = write_rows(kv, table_BN, k, v, slot_T, position_T, every_T)
     return kv, jnp.stack(routed)
 
 
 def verify_step(
     params: Any,
     kv: KvCache,
+    table_TN: Int[Array, "T N"],
     token_T: Int[Array, "T"],
     length_T: Int[Array, "T"],
     *,
@@ -103,7 +113,7 @@ def verify_step(
     rows = token_T.shape[0]
     packed = pack(jnp.zeros_like(token_T), jnp.ones(rows, bool), rows)
     lay = layout(rows, rows, 1)
-    out = verify_rows(params, cfg, kv, token_T, length_T, packed, lay, ())
+    out = verify_rows(params, cfg, kv, table_TN, token_T, length_T, packed, lay, ())
     return top1(dense.logits(out.hidden, dense.head_VE(params))).token, out.k
 
 
@@ -118,6 +128,7 @@ def measure(
     S = token_BS.shape[1]
     kv, expert_YBA = read_texts(params, cfg, jnp.asarray(token_BS))
     expert_YBA = np.asarray(expert_YBA)
+    table_BN = in_order(len(token_BS), pages_for(S))
     calls: dict[tuple[int, int], Any] = {}
     opened: dict[tuple[int, int], float] = {}
     for T in row_counts:
@@ -126,7 +137,8 @@ def measure(
             text_T = np.arange(T) % texts
             args = (
                 params,
-                jax.tree.map(lambda x, at=text_T: x[:, at], kv),
+                copy_pages(kv, table_BN[text_T].ravel()),
+                in_order(T, table_BN.shape[1]),
                 jnp.asarray(token_BS[text_T, -1]),
                 jnp.full(T, S - 1, jnp.int32),
             )

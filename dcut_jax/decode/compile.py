@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dcut_jax.decode import steps as S
 from dcut_jax.decode.decide import (
@@ -28,7 +29,7 @@ from dcut_jax.decode.pack import Layout
 from dcut_jax.decode.placing import Places
 from dcut_jax.decode.shards import from_first
 from dcut_jax.decode.state import DecodeState, init_state
-from dcut_jax.mesh import Placement
+from dcut_jax.mesh import Placement, place
 
 Executable = Callable[..., Any]
 
@@ -134,38 +135,40 @@ class Compiler:
         return jitted.lower(*step.args)
 
     def _state(self, shapes: S.StepShapes) -> DecodeState:
-        return jax.eval_shape(
-            lambda: init_state(shapes.slots, shapes.stops, shapes.sampling)
-        )
+        return jax.eval_shape(lambda: _init_state(shapes))
 
-    def _caches(self, shapes: S.StepShapes, *, decodes: bool = True) -> S.Caches:
-        return jax.eval_shape(
-            lambda: S.init_caches(
-                self.models,
-                shapes.slots,
-                shapes.positions,
-                self.cache_dtype,
-                decodes=decodes,
-            )
-        )
+    def _table(self, shapes: S.StepShapes) -> Any:
+        return _ints(shapes.slots, shapes.slot_pages)
+
+    def _caches(self, shapes: S.StepShapes) -> S.Caches:
+        return jax.eval_shape(lambda: self._init_caches(shapes))
+
+    def _init_caches(self, shapes: S.StepShapes) -> S.Caches:
+        return S.init_caches(self.models, shapes.pages, self.cache_dtype, shapes.slots)
+
+    def _of_prompt(self, shapes: S.StepShapes) -> S.Caches:
+        return jax.eval_shape(lambda: self._init_of_prompt(shapes))
+
+    def _init_of_prompt(self, shapes: S.StepShapes) -> S.Caches:
+        return S.init_caches(self.models, shapes.slot_pages, self.cache_dtype)
 
     def start(self, shapes: S.StepShapes) -> Callable[[], tuple[DecodeState, S.Caches]]:
         """`() -> (state, caches)` of slots that are all empty."""
 
         def fn() -> tuple[DecodeState, S.Caches]:
-            state = init_state(shapes.slots, shapes.stops, shapes.sampling)
-            return state, S.init_caches(
-                self.models,
-                shapes.slots,
-                shapes.positions,
-                self.cache_dtype,
-                decodes=True,
-            )
+            return _init_state(shapes), self._init_caches(shapes)
 
         if self.models.placement is None:
             return fn  # nothing to compile, and nothing that waits for it
         step = _Step(fn, (), (), ("slots", "caches"), whole=True)
         return self._get(("start", shapes), lambda: step)
+
+    def table(self, table_BN: np.ndarray) -> Any:
+        """A page table as steps take it; the host may go on to write its own."""
+        placement, copy = self.models.placement, table_BN.copy()
+        if placement is None or self._at is None:
+            return copy
+        return place(copy, placement.sharding(self._at.slots))
 
     def agree(self) -> Executable:
         """`number_1 -> number_1`, the one that the first process gives."""
@@ -233,7 +236,10 @@ class Compiler:
         return self._get(("verify", shapes, lay), build)
 
     def commit(self, shapes: S.StepShapes, rows: int) -> Executable:
-        """`(caches, Fresh) -> caches`; the caches are donated. `rows`: of a shard."""
+        """`(caches, page table, Fresh) -> caches`; the caches are donated.
+
+        `rows`: of a shard.
+        """
 
         def build() -> _Step:
             T = rows * shapes.shards
@@ -245,45 +251,49 @@ class Compiler:
             other, tap = kv_rows(cfg) if cfg else None, None
             if S.defers(self.models, rows, shapes.own_slots):
                 other, tap = None, _floats(T, self.models.tap_columns)
-            place = _ints(T), _ints(T), _shape((T,), jnp.bool_)
-            fresh = S.Fresh(target, target, other, other, tap, *place)
-            args = (self._caches(shapes), fresh)
-            return _Step(S.commit, args, ("caches", "fresh"), "caches", donated=0)
+            rows_at = _ints(T), _ints(T), _shape((T,), jnp.bool_)
+            fresh = S.Fresh(target, target, other, other, tap, *rows_at)
+            args = (self._caches(shapes), self._table(shapes), fresh)
+            ins = ("caches", "slots", "fresh")
+            return _Step(S.commit, args, ins, "caches", donated=0)
 
         return self._get(("commit", shapes, rows), build)
 
     def catch_up(self, shapes: S.StepShapes, steps: int) -> Executable:
-        """`(params, caches) -> caches`, see `steps.catch_up`; they are donated."""
+        """`(params, caches, page table) -> caches`; these are donated."""
 
         def build() -> _Step:
             fn = partial(S.catch_up, models=self.models, steps=steps)
-            args = (self._params, self._caches(shapes))
-            return _Step(fn, args, ("params", "caches"), "caches", donated=1)
+            args = (self._params, self._caches(shapes), self._table(shapes))
+            ins = ("params", "caches", "slots")
+            return _Step(fn, args, ins, "caches", donated=1)
 
         return self._get(("catch_up", shapes, steps), build)
 
     def empty(self, shapes: S.StepShapes) -> Executable:
-        """`() -> one-slot caches`, for a prompt."""
-        one = replace(shapes, slots=1)
-        fn = partial(
-            S.init_caches,
-            self.models,
-            1,
-            shapes.positions,
-            self.cache_dtype,
-            decodes=False,
-        )
+        """`() -> caches` of a prompt."""
+        fn = partial(self._init_of_prompt, shapes)
         step = _Step(fn, (), (), "one_caches", whole=True)
-        return self._get(("empty", one), lambda: step)
+        return self._get(("empty", _one(shapes)), lambda: step)
+
+    def lend(self, shapes: S.StepShapes) -> Executable:
+        """`(caches, shard, page_N) -> caches` of a prompt, see `steps.lend`."""
+
+        def build() -> _Step:
+            fn = partial(S.lend, slot_axes=self.models.slot_axes)
+            args = (self._caches(shapes), _ints(), _ints(shapes.slot_pages))
+            return _Step(fn, args, ("caches", "whole", "whole"), "one_caches")
+
+        return self._get(("lend", shapes), build)
 
     def prefill(self, shapes: S.StepShapes, chunk: int) -> Executable:
         """See `steps.prefill`; the caches are donated."""
-        one = replace(shapes, slots=1)
+        one = _one(shapes)
 
         def build() -> _Step:
             numbers = (_ints(chunk), _ints(), _ints())
             sampling = self._state(one).sampling
-            caches = self._caches(one, decodes=False)
+            caches = self._of_prompt(one)
             args = (self._params, caches, *numbers, sampling)
             fn = partial(
                 S.prefill,
@@ -300,12 +310,13 @@ class Compiler:
         """See `steps.insert`; the caches are donated."""
 
         def build() -> _Step:
-            state, one = self._state(shapes), replace(shapes, slots=1)
-            numbers = (*[_ints()] * 4, _ints(state.stop_BZ.shape[1]))
-            caches = self._caches(shapes), self._caches(one, decodes=False)
-            args = (state, *caches, *numbers, self._state(one).sampling)
+            state, one = self._state(shapes), _one(shapes)
+            goes_to = _ints(), _ints(shapes.slot_pages)
+            numbers = (*[_ints()] * 3, _ints(state.stop_BZ.shape[1]))
+            caches = self._caches(shapes), self._of_prompt(shapes)
+            args = (state, *caches, *goes_to, *numbers, self._state(one).sampling)
             fn = partial(S.insert, slot_axes=self.models.slot_axes)
-            ins = ("slots", "caches", "one_caches", *["whole"] * 6)
+            ins = ("slots", "caches", "one_caches", *["whole"] * 7)
             return _Step(fn, args, ins, ("slots", "caches"), donated=1)
 
         return self._get(("insert", shapes), build)
@@ -351,6 +362,15 @@ def compiler_options(placement: Placement | None = None) -> dict[str, Any]:
     if platform == "cpu":
         return {"xla_backend_optimization_level": 1}
     return {}
+
+
+def _init_state(shapes: S.StepShapes) -> DecodeState:
+    return init_state(shapes.slots, shapes.stops, shapes.slot_pages, shapes.sampling)
+
+
+def _one(shapes: S.StepShapes) -> S.StepShapes:
+    """The same for a prompt on its own."""
+    return replace(shapes, slots=1, shards=1, pages=0)
 
 
 def _shape(shape: tuple[int, ...], dtype: Any) -> Any:

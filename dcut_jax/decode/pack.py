@@ -4,8 +4,7 @@ Kept rows of all requests stand one after another, `[T]`; only they enter the li
 layers and the LM head. Attention wants the rows of one request together. It gets them
 in groups of `J`: the first `J` rows of request `b` always form group `b`, the rows
 beyond fill `O` further groups. A request with `n` rows needs `ceil(n / J) - 1` of
-those, so `O = (T - B) // J` is always enough. Without further groups the caches are
-read where they lie; with them, each group's is gathered.
+those, so `O = (T - B) // J` is always enough. Each group reads its request's pages.
 """
 
 import math

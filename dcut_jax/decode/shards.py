@@ -43,6 +43,14 @@ def own_slot(
     return jnp.where(here, at, count), here
 
 
+def from_shard(tree: Any, shard: Int[Array, ""], axes: Axes) -> Any:
+    """What one shard has, on all of them."""
+    if not axes:
+        return tree
+    here = lax.axis_index(axes) == shard
+    return jax.tree.map(lambda x: lax.psum(jnp.where(here, x, 0), axes), tree)
+
+
 def from_first(tree: Any, axes: Axes) -> Any:
     """The first device's bits of every array, on all devices of a mesh with `axes`.
 

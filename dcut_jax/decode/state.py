@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float32, Int
 
 from dcut_jax.decode.sample import Sampling, greedy
+from dcut_jax.models.cache import NO_PAGE
 
 NO_STOP = -1  # pads the stop set; no token has this id
 BROKEN = -2  # stands for the token after a row whose logits are not finite
@@ -27,6 +28,8 @@ class DecodeState:
       room_B: tokens the request may still emit.
       active_B: whether the slot decodes.
       stop_BZ: tokens that end the request, padded with `NO_STOP`.
+      table_BN: the slot's pages in the caches of both models, see `models.cache`. The
+        host writes it, steps read it.
       sampling: how tokens are drawn; None where every request takes the arg-max.
     """
 
@@ -35,6 +38,7 @@ class DecodeState:
     room_B: Int[Array, "B"]
     active_B: Bool[Array, "B"]
     stop_BZ: Int[Array, "B Z"]
+    table_BN: Int[Array, "B N"]
     sampling: Sampling | None = None
 
 
@@ -63,8 +67,10 @@ class Outcome:
     crowded_B: Int[Array, "B"] | None = None
 
 
-def init_state(slots: int, stops: int, sampling: bool = False) -> DecodeState:
-    """All slots empty, with room for `stops` stop tokens each."""
+def init_state(
+    slots: int, stops: int, pages: int, sampling: bool = False
+) -> DecodeState:
+    """All slots empty, with room for `stops` stop tokens and `pages` pages each."""
     zero_B = jnp.zeros(slots, jnp.int32)
     return DecodeState(
         anchor_B=zero_B,
@@ -72,6 +78,7 @@ def init_state(slots: int, stops: int, sampling: bool = False) -> DecodeState:
         room_B=zero_B,
         active_B=jnp.zeros(slots, bool),
         stop_BZ=jnp.full((slots, max(stops, 1)), NO_STOP, jnp.int32),
+        table_BN=jnp.full((slots, pages), NO_PAGE, jnp.int32),
         sampling=greedy(slots) if sampling else None,
     )
 

@@ -18,12 +18,21 @@ from dcut_jax.decode.defer import Deferred, emptied, nothing_deferred, put_off
 from dcut_jax.decode.pack import Layout, Packed, layout, pack, unpack
 from dcut_jax.decode.propose import propose
 from dcut_jax.decode.sample import Sampling, log_probability, next_token, sound
-from dcut_jax.decode.shards import Axes, gathered, own, own_slot
+from dcut_jax.decode.shards import Axes, from_shard, gathered, own, own_slot
 from dcut_jax.decode.state import BROKEN, COUNTS, DecodeState, Outcome, to_wire
 from dcut_jax.decode.verify import prefill_rows, verify_rows
 from dcut_jax.mesh import Placement
 from dcut_jax.models import dense, drafter
-from dcut_jax.models.cache import KvCache, init_cache, write_rows, write_slot
+from dcut_jax.models.cache import (
+    CHUNK,
+    NO_PAGE,
+    KvCache,
+    copy_pages,
+    in_order,
+    init_cache,
+    write_pages,
+    write_rows,
+)
 from dcut_jax.models.collectives import Dealt
 from pallas_kernels.backends import PLAIN, Backends
 from pallas_kernels.confidence import head_confidence
@@ -84,9 +93,10 @@ class Models:
 
 @flax.struct.dataclass
 class Caches:
-    """Key/value caches under the same slots; `drafter` is None without one.
+    """Key/value caches under the same pages; `drafter` is None without one.
 
-    `deferred` is there where slots decode, not for a prompt on its own.
+    `deferred` is there where slots decode, not for a prompt on its own, which has its
+    pages in order.
     """
 
     target: KvCache
@@ -112,20 +122,15 @@ class Fresh:
     counted_T: Bool[Array, "T"]
 
 
-def init_caches(
-    models: Models, slots: int, positions: int, dtype: Any, *, decodes: bool
-) -> Caches:
-    """Empty caches for `slots` requests of up to `positions` positions.
-
-    `decodes`: whether they are for decoding, or for a prompt on its own.
-    """
-    target = init_cache(models.target, slots, positions, dtype)
+def init_caches(models: Models, pages: int, dtype: Any, slots: int = 0) -> Caches:
+    """Empty caches of `pages` pages, for `slots` that decode, or for a prompt alone."""
+    target = init_cache(models.target, pages, dtype)
     if models.drafter is None:
         return Caches(target, None)
     return Caches(
         target=target,
-        drafter=init_cache(models.drafter, slots, positions, dtype),
-        deferred=nothing_deferred(slots, models.tap_columns) if decodes else None,
+        drafter=init_cache(models.drafter, pages, dtype),
+        deferred=nothing_deferred(slots, models.tap_columns) if slots else None,
     )
 
 
@@ -153,6 +158,7 @@ def draft(
         state.anchor_B,
         state.length_B,
         kv,
+        state.table_BN,
         width,
         models.over,
     )
@@ -199,6 +205,7 @@ def verify(
         params["target"],
         models.target,
         kv,
+        state.table_BN,
         token_T,
         state.length_B,
         packed,
@@ -324,25 +331,31 @@ def draft_context(
     return drafter.context_kv(weights, models.drafter, ctx_TE, position_T)
 
 
-def commit(caches: Caches, fresh: Fresh) -> Caches:
+def commit(caches: Caches, table_BN: Int[Array, "B N"], fresh: Fresh) -> Caches:
     """Writes what committed rows leave; every other entry stays."""
     place = fresh.slot_T, fresh.position_T, fresh.counted_T
     kv, deferred = caches.drafter, caches.deferred
     if kv is not None and fresh.drafter_k is not None:
         assert fresh.drafter_v is not None, "keys without values"
-        kv = write_rows(kv, fresh.drafter_k, fresh.drafter_v, *place)
+        kv = write_rows(kv, table_BN, fresh.drafter_k, fresh.drafter_v, *place)
     if fresh.tap_TC is not None:
         assert deferred is not None, "caches that no row can be put off in"
         deferred = put_off(deferred, fresh.tap_TC, *place)
+    target = caches.target
     return Caches(
-        target=write_rows(caches.target, fresh.target_k, fresh.target_v, *place),
+        target=write_rows(target, table_BN, fresh.target_k, fresh.target_v, *place),
         drafter=kv,
         deferred=deferred,
     )
 
 
 def catch_up(
-    params: dict[str, Any], caches: Caches, *, models: Models, steps: int
+    params: dict[str, Any],
+    caches: Caches,
+    table_BN: Int[Array, "B N"],
+    *,
+    models: Models,
+    steps: int,
 ) -> Caches:
     """Projects the rows that wait, at most `steps` of a slot, for the drafter."""
     deferred, kv = caches.deferred, caches.drafter
@@ -355,10 +368,10 @@ def catch_up(
     k, v = draft_context(params, models, tap_TC, position_T)
     assert k is not None, "no drafter to project for"
     assert v is not None, "keys without values"
-    slot_T = jnp.repeat(jnp.arange(slots), steps)
+    place = jnp.repeat(jnp.arange(slots), steps), position_T, waits_BP.reshape(-1)
     return Caches(
         target=caches.target,
-        drafter=write_rows(kv, k, v, slot_T, position_T, waits_BP.reshape(-1)),
+        drafter=write_rows(kv, table_BN, k, v, *place),
         deferred=replace(deferred, count_B=jnp.zeros_like(deferred.count_B)),
     )
 
@@ -375,7 +388,7 @@ def prefill(
     logprobs: bool = False,
     backends: Backends = PLAIN,
 ) -> tuple[Caches, Chosen]:
-    """One chunk of a prompt into one-slot caches; the token that follows its rows.
+    """One chunk of a prompt into caches of its own; the token that follows its rows.
 
     The first `count` of P rows are real; they stand at `length` onwards. `sampling` is
     of one slot.
@@ -385,7 +398,6 @@ def prefill(
         models.target,
         caches.target,
         token_P,
-        jnp.zeros((), jnp.int32),
         length,
         count,
         models.taps,
@@ -411,7 +423,8 @@ def prefill(
         position_T=position_P,
         counted_T=row_P < count,
     )
-    return commit(caches, fresh), jax.tree.map(lambda x_1: x_1[0], chosen)
+    table_1N = in_order(1, caches.target.k.shape[1])
+    return commit(caches, table_1N, fresh), jax.tree.map(lambda x_1: x_1[0], chosen)
 
 
 def insert(
@@ -419,6 +432,7 @@ def insert(
     caches: Caches,
     one: Caches,
     slot: Array,
+    page_N: Int[Array, "N"],
     anchor: Array,
     length: Array,
     room: Array,
@@ -430,13 +444,20 @@ def insert(
     """Puts a prefilled request into a slot; `sampling` is of one slot.
 
     On a mesh `slot` is one of the whole batch; only the shard that has it changes.
+
+    Args:
+      page_N: where the pages of `one` are copied to; `NO_PAGE`: nowhere. The table
+        stays, which the host writes.
     """
     slot, here = own_slot(slot, state.anchor_B.shape[0], slot_axes)
+    if here is not None:
+        page_N = jnp.where(here, page_N, NO_PAGE)
 
     def put(all_B: Array, value: Array | bool) -> Array:
         return all_B.at[slot].set(value, mode="drop")
 
-    state = DecodeState(
+    state = replace(
+        state,
         anchor_B=put(state.anchor_B, anchor),
         length_B=put(state.length_B, length),
         room_B=put(state.room_B, room),
@@ -447,12 +468,29 @@ def insert(
         ),
     )
     return state, Caches(
-        target=write_slot(caches.target, one.target, slot, here),
+        target=write_pages(caches.target, one.target, page_N),
         drafter=None
         if caches.drafter is None or one.drafter is None
-        else write_slot(caches.drafter, one.drafter, slot, here),
+        else write_pages(caches.drafter, one.drafter, page_N),
         deferred=None if caches.deferred is None else emptied(caches.deferred, slot),
     )
+
+
+def lend(
+    caches: Caches, shard: Array, page_N: Int[Array, "N"], *, slot_axes: Axes = ()
+) -> Caches:
+    """Caches for a prompt that begins with what pages of the batch hold, copied.
+
+    Args:
+      shard: of a mesh, whose pages these are; all devices get them.
+      page_N: the pages; behind them `NO_PAGE`, and anything is there.
+    """
+    one = jax.tree.map(
+        lambda kv: copy_pages(kv, page_N),
+        Caches(caches.target, caches.drafter),
+        is_leaf=lambda x: isinstance(x, KvCache),
+    )
+    return from_shard(one, shard, slot_axes)
 
 
 def release(state: DecodeState, slot: Array, *, slot_axes: Axes = ()) -> DecodeState:
@@ -471,7 +509,7 @@ class StepShapes:
 
     Attributes:
       slots: requests decoded together, B, of all shards of a mesh.
-      positions: cached positions a slot needs, its widest step included, L.
+      positions: cached positions that a slot can have, a multiple of `CHUNK`.
       width: rows of a full block, W; 1 without a drafter.
       stops: stop tokens a request may have.
       sampling: whether requests may draw their tokens.
@@ -479,6 +517,7 @@ class StepShapes:
       backends: the forms of the kernels.
       shards: parts that the slots are dealt into; layouts are those of one part.
       crowds: whether rows travel to experts, and so may be too many for one device.
+      pages: of the caches, of all shards; 0 stands for as many as all slots can fill.
     """
 
     slots: int
@@ -490,6 +529,21 @@ class StepShapes:
     backends: Backends = PLAIN
     shards: int = 1
     crowds: bool = False
+    pages: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.pages:
+            object.__setattr__(self, "pages", self.slots * self.slot_pages)
+
+    @property
+    def slot_pages(self) -> int:
+        """Pages that a slot can have, N."""
+        return self.positions // CHUNK
+
+    @property
+    def own_pages(self) -> int:
+        """Pages of a shard."""
+        return self.pages // self.shards
 
     @property
     def own_slots(self) -> int:

@@ -9,7 +9,7 @@ from dcut_jax.config import ModelConfig
 from dcut_jax.decode.pack import Layout, Packed, groups, unpack
 from dcut_jax.models import dense
 from dcut_jax.models.attention import attend
-from dcut_jax.models.cache import KvCache, as_cached, read_owners, read_slot, read_slots
+from dcut_jax.models.cache import KvCache, as_cached, in_order, read_pages
 from dcut_jax.models.collectives import Dealt, Over
 
 
@@ -17,6 +17,7 @@ def verify_rows(
     params: dict[str, Any],
     cfg: ModelConfig,
     kv: KvCache,
+    table_BN: Int[Array, "B N"],
     token_T: Int[Array, "T"],
     length_B: Int[Array, "B"],
     packed: Packed,
@@ -43,10 +44,11 @@ def verify_rows(
         v_BWGD = jnp.where(own_BW11, v_BWGD, 0)
         if lay.overflow:
             k_IWGD, v_IWGD = k_BWGD[group.owner_I], v_BWGD[group.owner_I]
-            cached = read_owners(kv, layer, length_B, group.owner_I)
-        else:  # every group is a slot's own, which reads its cache where it lies
+            length_I, table_IN = length_B[group.owner_I], table_BN[group.owner_I]
+        else:  # every group is a slot's own
             k_IWGD, v_IWGD = k_BWGD, v_BWGD
-            cached = read_slots(kv, layer, length_B)
+            length_I, table_IN = length_B, table_BN
+        cached = read_pages(kv, table_IN, layer, length_I)
         out_IJHD = attend(q_THD[group.row_IJ], k_IWGD, v_IWGD, mask_IJW, cached)
         return out_IJHD.reshape(-1, *out_IJHD.shape[2:])[group.place_T]
 
@@ -68,7 +70,6 @@ def prefill_rows(
     cfg: ModelConfig,
     kv: KvCache,
     token_P: Int[Array, "P"],
-    slot: Int[Array, ""],
     length: Int[Array, ""],
     count: Int[Array, ""],
     taps: tuple[int, ...],
@@ -77,13 +78,14 @@ def prefill_rows(
 ) -> dense.Rows:
     """One chunk of one prompt: causal over itself, after `length` cached positions.
 
-    Its first `count` rows are real.
+    Its first `count` rows are real. The pages of `kv` are the prompt's, in order.
     """
     P = token_P.shape[0]
+    table_1N = in_order(1, kv.k.shape[1])
     mask_1PP = jnp.tril(jnp.ones((P, P), bool))[None]
 
     def attend_layer(layer: int, q_PHD: Array, k_PGD: Array, v_PGD: Array) -> Array:
-        cached = read_slot(kv, layer, slot, length)
+        cached = read_pages(kv, table_1N, layer, length[None])
         k_PGD, v_PGD = as_cached(kv, k_PGD, v_PGD)
         return attend(q_PHD[None], k_PGD[None], v_PGD[None], mask_1PP, cached)[0]
 

@@ -4,7 +4,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from dcut_jax.decode.defer import CATCH_UPS
 from dcut_jax.decode.pack import Layout
 from dcut_jax.decode.sample import Sampling
 from dcut_jax.decode.state import BROKEN, NO_STOP, HostOutcome, from_wire
+from dcut_jax.engine.paging import Paging, pages_in
 from dcut_jax.engine.policy import ArPolicy, DCutPolicy, FixedPolicy, Policy
 from dcut_jax.engine.requests import (
     Completion,
@@ -30,7 +31,7 @@ from dcut_jax.engine.requests import (
 )
 from dcut_jax.engine.steering import Steering
 from dcut_jax.mesh import require_divisible
-from dcut_jax.models.cache import capacity
+from dcut_jax.models.cache import CHUNK, NO_PAGE, capacity
 from dcut_jax.processes import several
 from pallas_kernels.backends import Backends, defaults
 
@@ -52,6 +53,10 @@ class EngineConfig:
       logprobs: whether completions hold the log-probabilities of their tokens.
       backends: the forms of the kernels; None: the defaults of the device that the
         parameters are on (`pallas_kernels.backends.DEFAULTS`).
+      kv_memory: bytes of each device for the pages of keys and values, of target and
+        drafter; None: as many as all slots can fill. A prompt on its way has caches of
+        `max_length` positions beside them.
+      prefix_cache: whether prompts that begin alike share pages.
     """
 
     slots: int
@@ -61,6 +66,8 @@ class EngineConfig:
     sampling: bool = False
     logprobs: bool = False
     backends: Backends | None = None
+    kv_memory: int | None = None
+    prefix_cache: bool = True
 
     def __post_init__(self) -> None:
         if self.slots < 1:
@@ -82,7 +89,8 @@ class EngineConfig:
 
         Raises:
           ConfigError: the slots cannot be dealt evenly over the models' mesh.
-          ValueError: a backend that cannot run where the parameters are.
+          ValueError: a backend that cannot run where the parameters are, or a
+            `kv_memory` without room for a page.
         """
         require_divisible(
             "the mesh's shards", models.shards, {"batch size": self.slots}
@@ -97,6 +105,9 @@ class EngineConfig:
             backends=self.backends_on(device_of(models)),
             shards=models.shards,
             crowds=models.dealt(rows=True) is not None,
+            pages=0
+            if self.kv_memory is None
+            else pages_in(models, self.cache_dtype, self.kv_memory),
         )
 
     def backends_on(self, device: Any) -> Backends:
@@ -155,11 +166,13 @@ class Prefill:
 
     Attributes:
       done: prompt tokens that are in the caches.
+      found: those of them that were known and not run.
     """
 
     request: Request
     caches: S.Caches
     done: int = 0
+    found: int = 0
     chosen: S.Chosen | None = None
 
     @property
@@ -170,10 +183,35 @@ class Prefill:
 
 @dataclass
 class _Slot:
+    number: int  # of those admitted so far
     request: Request
     completion: Completion
     halt: Halt | None
     progress: Progress = field(default_factory=Progress)
+
+    @property
+    def cached(self) -> int:
+        """Positions that are in the target's cache: all but the anchor's."""
+        return len(self.request.prompt) + len(self.completion.tokens) - 1
+
+    @property
+    def most(self) -> int:
+        """Positions that it may come to have there."""
+        return _most_positions(self.request)
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Who comes first where pages are short: the important, then the oldest."""
+        return -self.request.priority, self.number
+
+    def rest(self) -> Request:
+        """What is left to do, where what was emitted is part of the prompt."""
+        emitted = self.completion.tokens[:-1]
+        return replace(
+            self.request,
+            prompt=(*self.request.prompt, *emitted),
+            max_new_tokens=self.request.max_new_tokens - len(emitted),
+        )
 
 
 class Engine:
@@ -193,6 +231,9 @@ class Engine:
         once; with it, twice.
       on_outcome: told of each step, once it has been read, its record and its outcome,
         before the slots of finished requests are free. None: nobody asks.
+      paging: which slot has which pages.
+      preemptions: requests put aside for want of pages, so far.
+      found_tokens: of prompts, that were known and not run, so far.
     """
 
     def __init__(
@@ -223,6 +264,7 @@ class Engine:
             )
         self.compiler = compiler or Compiler(models, config.cache_dtype)
         self.compiler.require(models, config.cache_dtype)
+        self.preemptions = self.found_tokens = 0
         self.steering = (
             Steering(policy, self.shapes, self.agree, clock)
             if isinstance(policy, DCutPolicy)
@@ -251,6 +293,8 @@ class Engine:
         jobs += [partial(exe.prefill, shapes, chunk) for chunk in PREFILL_CHUNKS]
         jobs += [partial(exe.commit, shapes, n) for n in {lay.rows for lay in layouts}]
         jobs += [partial(f, shapes) for f in (exe.empty, exe.insert, exe.release)]
+        if self.config.prefix_cache:
+            jobs.append(partial(exe.lend, shapes))
         if self.models.placement:
             jobs.append(partial(exe.start, shapes))
         if several():
@@ -281,10 +325,14 @@ class Engine:
         """
         self._caches: S.Caches | None = None
         self._pending: StepRecord | None = None  # what still runs counts for nobody
-        for slot in getattr(self, "_slots", ()):
+        for slot in (*getattr(self, "_slots", ()), *getattr(self, "_aside", ())):
             if slot is not None:
                 slot.completion.finish = "cancelled"
         self._slots: list[_Slot | None] = [None] * self.shapes.slots
+        self._aside: list[_Slot] = []  # who waits for pages, the first first
+        self._returning: tuple[_Slot, Prefill] | None = None  # one of these
+        self._admitted = 0
+        self.paging = Paging(self.shapes, self.config.prefix_cache)
 
     @property
     def caches(self) -> S.Caches:
@@ -302,6 +350,11 @@ class Engine:
 
     @property
     def running(self) -> int:
+        """Requests under way, as far as the host has read: in slots, or put aside."""
+        return self.active + len(self._aside)
+
+    @property
+    def active(self) -> int:
         """Slots in use, as far as the host has read."""
         return sum(slot is not None for slot in self._slots)
 
@@ -316,6 +369,14 @@ class Engine:
                 f" new ones need {need} positions; the cache holds "
                 f"{self.config.max_length}. Shorten the prompt, ask for fewer tokens, "
                 f"or raise max_length"
+            )
+        most, there = _most_positions(request), self.shapes.own_pages * CHUNK
+        if capacity(most) > there:
+            raise ValueError(
+                f"a prompt of {len(request.prompt)} tokens and {request.max_new_tokens}"
+                f" new ones need {most} cached positions in pages of {CHUNK}; "
+                f"kv_memory has room for {there}. Shorten the prompt, ask for fewer "
+                f"tokens, or raise kv_memory"
             )
         if len(request.stop) > self.config.max_stops:
             raise ValueError(
@@ -341,9 +402,25 @@ class Engine:
         return self.end_prefill(begun)
 
     def begin_prefill(self, request: Request) -> Prefill:
-        """Makes room for a prompt, apart from the slots; nothing runs yet."""
+        """Makes room for a prompt, apart from the slots; nothing runs yet.
+
+        It begins behind what is known of it: pages of prompts that begin alike.
+        """
         self.check(request)
-        return Prefill(request, self.compiler.empty(self.shapes)())
+        hit = self.paging.hit(request.prompt)
+        if hit is None:
+            return Prefill(request, self.compiler.empty(self.shapes)())
+        self._interrupt()
+        page_N: np.ndarray = np.full(self.shapes.slot_pages, NO_PAGE, np.int32)
+        page_N[: len(hit.pages)] = hit.pages
+        lend = self.compiler.lend(self.shapes)
+        self.found_tokens += hit.tokens
+        return Prefill(
+            request,
+            lend(self.caches, np.int32(hit.shard), page_N),
+            done=hit.tokens,
+            found=hit.tokens,
+        )
 
     def prefill_chunk(self, begun: Prefill) -> int:
         """Dispatches the next chunk of a prompt; returns its tokens. Nothing waits."""
@@ -372,8 +449,29 @@ class Engine:
         first_logprob = None if logp is None else float(logp)
         return Prefilled(begun.request, begun.caches, int(token), first_logprob)
 
+    def admits(self, request: Request) -> bool:
+        """Whether there are a slot and pages for a request, and nobody waits for them.
+
+        Always so while nothing runs, for one that passes `check`.
+        """
+        if self._aside or self.running == self.config.slots:
+            return False
+        return self._slot_for(request) is not None
+
+    def _slot_for(self, request: Request) -> int | None:
+        """An empty slot with pages for a request's prompt and its first step."""
+        empty = [i for i, slot in enumerate(self._slots) if slot is None]
+        return self.paging.slot_for(empty, request.prompt, self._positions(request))
+
+    def _positions(self, request: Request) -> int:
+        return min(len(request.prompt) + self.shapes.width, _most_positions(request))
+
     def admit(self, ready: Prefilled) -> Completion:
-        """Puts a prefilled request into a free slot and emits its first token."""
+        """Puts a prefilled request into a free slot and emits its first token.
+
+        Raises:
+          ValueError: there is no slot, or there are no pages; see `admits`.
+        """
         request = ready.request
         if ready.first_token == BROKEN:
             return Completion(finish="failed")
@@ -391,13 +489,30 @@ class Engine:
             raise ValueError(
                 f"all {self.config.slots} slots are in use; step until one is free"
             )
-        slot = self._slots.index(None)
-        self.place(slot, ready, room=request.max_new_tokens - 1)
-        self._slots[slot] = _Slot(request, completion, halt)
+        if not self.admits(request):
+            raise ValueError(
+                f"a prompt of {len(request.prompt)} tokens waits for pages, of which "
+                f"{self.paging.free + self.paging.cached} are not in use; step until "
+                f"admits() says that they are there"
+            )
+        self._enter(ready, _Slot(self._admitted, request, completion, halt))
+        self._admitted += 1
         return completion
 
-    def place(self, slot: int, ready: Prefilled, room: int) -> None:
-        """Copies a prefilled prompt into a slot's caches and starts it there."""
+    def _enter(self, ready: Prefilled, entering: _Slot) -> None:
+        """Takes a slot and pages, which are there, and starts a request in it."""
+        request = ready.request
+        slot = self._slot_for(request)
+        assert slot is not None, "admits() comes first"
+        page_N = self.paging.enter(slot, request.prompt, self._positions(request))
+        self.place(slot, ready, request.max_new_tokens - 1, page_N)
+        self._slots[slot] = entering
+
+    def place(self, slot: int, ready: Prefilled, room: int, page_N: np.ndarray) -> None:
+        """Copies a prefilled prompt into pages and starts it in a slot.
+
+        `page_N`: see `Paging.enter`. The table is the caller's to write.
+        """
         request = ready.request
         self._interrupt()
         stop = np.full(self.config.max_stops, NO_STOP, np.int32)
@@ -407,6 +522,7 @@ class Engine:
             self.caches,
             ready.caches,
             np.int32(slot),
+            page_N,
             np.int32(ready.first_token),
             np.int32(len(request.prompt)),
             np.int32(room),
@@ -443,31 +559,121 @@ class Engine:
         self.flush()  # or its last tokens would go to the slot's next request
         if completion.finish != "running":
             return
+        aside = next((s for s in self._aside if s.completion is completion), None)
+        if aside is not None:
+            self._aside.remove(aside)
+            if self._returning is not None and self._returning[0] is aside:
+                self._returning = None
+            completion.finish = "cancelled"
+            return
         slots = enumerate(self._slots)
         at = next((i for i, s in slots if s and s.completion is completion), None)
         if at is None:
             raise ValueError("expected a completion of this engine; it holds no such")
         self._release(at)
-        self._slots[at] = None
+        self._vacate(at)
         completion.finish = "cancelled"
 
     def _release(self, slot: int) -> None:
         """Stops a slot on the device, which would decode on."""
         self.state = self.compiler.release(self.shapes)(self.state, np.int32(slot))
 
+    def _vacate(self, at: int) -> None:
+        """Frees a slot and gives its pages back; what they hold may be found later."""
+        slot = self._slots[at]
+        assert slot is not None, "a slot that nobody is in"
+        self._slots[at] = None
+        if slot.completion.finish == "failed":  # what broke it may be in its pages
+            self.paging.spoil(at)
+            return
+        # Of the newest rows the drafter may still lack its part.
+        known = max(slot.cached - self._behind, 0)
+        text = (*slot.request.prompt, *slot.completion.tokens)
+        self.paging.leave(at, text[:known])
+
+    # -- pages -------------------------------------------------------------------
+
+    def _make_room(self, rows: int) -> None:
+        """Pages for all that a step of so many rows a request may commit.
+
+        Comes when all earlier outcomes are known and before anything is written. Where
+        there are too few, those who come last are put aside.
+        """
+        for at in sorted(self._used, key=self._rank):
+            slot = self._slots[at]
+            while slot and not self.paging.grow(at, min(slot.cached + rows, slot.most)):
+                shard = self.paging.shard(at)
+                others = [i for i in self._used if self.paging.shard(i) == shard]
+                self._put_aside(max(others, key=self._rank))
+                slot = self._slots[at]
+        self._tell_table()
+
+    @property
+    def _used(self) -> list[int]:
+        return [i for i, slot in enumerate(self._slots) if slot is not None]
+
+    def _rank(self, at: int) -> tuple[float, int]:
+        slot = self._slots[at]
+        assert slot is not None, "a slot that nobody is in"
+        return slot.rank
+
+    def _tell_table(self) -> None:
+        """Gives steps the table of pages as it is now."""
+        if self.paging.changed:
+            table_BN = self.compiler.table(self.paging.table_BN)
+            self.state = replace(self.state, table_BN=table_BN)
+            self.paging.changed = False
+
+    def _put_aside(self, at: int) -> None:
+        """Takes a request's slot and pages; it goes on later, from what it emitted."""
+        slot = self._slots[at]
+        assert slot is not None, "a slot that nobody is in"
+        self._release(at)
+        self._vacate(at)
+        self._aside = sorted([*self._aside, slot], key=lambda s: s.rank)
+        self._halted = True  # a plan may have reckoned with it
+        self.preemptions += 1
+
+    def _return(self) -> None:
+        """Brings back who was put aside, once there are pages: a chunk of its text.
+
+        All of it where nobody decodes meanwhile. Nothing waits for the device: the
+        token that follows is known.
+        """
+        while self._aside:
+            if self._returning is None:
+                first = self._aside[0]
+                if self._slot_for(first.rest()) is None:
+                    return
+                self._returning = first, self.begin_prefill(first.rest())
+            who, begun = self._returning
+            if begun.left:
+                self.prefill_chunk(begun)
+            if not begun.left and self._slot_for(begun.request) is not None:
+                token = who.completion.tokens[-1]
+                self._enter(Prefilled(begun.request, begun.caches, token), who)
+                self._aside.remove(who)
+                self._returning = None
+            if self.active:
+                return
+
     # -- one step ----------------------------------------------------------------
 
     def step(self) -> None:
         """Dispatches one step and reads the newest finished outcome."""
         self._require_caches()
+        self._return()
+        self._tell_table()
         clock = _Phases(self.time_phases)
         if self.time_phases:
             self._interrupt()  # waiting for each phase takes time of its own
         match self.policy:
             case ArPolicy():
+                self._make_room(1)
                 self._verify(S.anchors_only(self.shapes), self._no_drafts, 0, clock)
                 self._read(clock)
             case FixedPolicy(width=width):
+                self._make_room(width + 1)
                 proposal = self._draft(width, clock)
                 lay = S.everything(self.shapes, width)
                 self._verify(lay, proposal.token_BK, width, clock)
@@ -487,7 +693,7 @@ class Engine:
         run = self.compiler.catch_up(self.shapes, steps)
         if self.steering is not None:
             self.steering.catches_up(steps)
-        self.caches = run(self.models.params, self.caches)
+        self.caches = run(self.models.params, self.caches, self.state.table_BN)
         self._behind = 0
 
     def _draft(self, width: int, clock: "_Phases") -> Proposal:
@@ -503,7 +709,8 @@ class Engine:
         choice = steering.choose(self._context, self._cap_ms)
         if not choice.planned:
             self._read(clock)  # the one read of this step
-            if self.running:
+            if self.active:
+                self._make_room(choice.width + 1)
                 self._unplanned_step(steering, choice.width, clock)
             return
         proposal = self._draft(choice.width, clock)
@@ -514,9 +721,10 @@ class Engine:
         )
         clock.stop("plan", None)
         self._absorb(host[: self.shapes.slots])
+        self._make_room(choice.width + 1)
         if self._halted:
             steering.forget_plan()
-        if not self.running:
+        if not self.active:
             return
         decision = read_decision(host[self.shapes.slots :], steering.key)
         if not self._halted:
@@ -589,9 +797,10 @@ class Engine:
             self.models.params, self.caches.target, self.state, token_BK, keep_B
         )
         clock.stop("verify", self._wire)
-        self.caches = self.compiler.commit(self.shapes, lay.rows)(self.caches, fresh)
+        write = self.compiler.commit(self.shapes, lay.rows)
+        self.caches = write(self.caches, self.state.table_BN, fresh)
         clock.stop("commit", self.caches)
-        active = self.running
+        active = self.active
         self._pending = StepRecord(
             width=width,
             rows=lay.rows * self.shapes.shards,
@@ -653,7 +862,7 @@ class Engine:
                     done.finish = "failed"
                 else:
                     done.finish = "stop" if stopped else "length"
-                self._slots[i] = None
+                self._vacate(i)
                 if not outcome.finished_B[i]:
                     self._release(i)
                     self._halted = True
@@ -688,7 +897,7 @@ class Engine:
         waiting = deque(enumerate(requests))
         results: list[Completion | None] = [None] * len(requests)
         while waiting or self.running:
-            while waiting and self.running < self.config.slots:
+            while waiting and self.admits(waiting[0][1]):
                 index, request = waiting.popleft()
                 results[index] = self.admit(self.prefill(request))
             if self.running:
@@ -700,6 +909,11 @@ class Engine:
                     sum(len(r.tokens) for r in made),
                 )
         return [r for r in results if r is not None]
+
+
+def _most_positions(request: Request) -> int:
+    """Cached positions that a request may come to: its last token is never one."""
+    return len(request.prompt) + request.max_new_tokens - 1
 
 
 def _origins(count: int, accepted: int, verified: int) -> list[Origin]:

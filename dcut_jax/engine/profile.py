@@ -25,6 +25,7 @@ from dcut_jax.decode.decide import Situation, init_memory
 from dcut_jax.decode.defer import CATCH_UPS
 from dcut_jax.decode.pack import Layout
 from dcut_jax.engine.engine import Engine, EngineConfig, device_of
+from dcut_jax.engine.paging import dealt_out
 from dcut_jax.engine.policy import ArPolicy, DCutPolicy
 from dcut_jax.engine.requests import Request
 from dcut_jax.models.cache import CHUNK
@@ -194,7 +195,7 @@ def _steps(
                 params, engine.caches.target, state, proposal.token_BK, keep_B
             )
             # Each time over the same positions: the context does not grow.
-            engine.caches = write(engine.caches, fresh)
+            engine.caches = write(engine.caches, state.table_BN, fresh)
             return wire, engine.caches
 
         return step
@@ -219,7 +220,8 @@ def _steps(
         def step() -> object:
             assert engine.caches.deferred is not None, "no drafter to catch up for"
             waiting = replace(engine.caches.deferred, count_B=full_B)
-            engine.caches = run(params, replace(engine.caches, deferred=waiting))
+            behind = replace(engine.caches, deferred=waiting)
+            engine.caches = run(params, behind, state.table_BN)
             return engine.caches
 
         return step
@@ -246,9 +248,12 @@ def _fill(engine: Engine, prompt: Sequence[int], context: int) -> None:
         )
         for some in stretches
     ]
+    table_BN = dealt_out(engine.shapes)
     for i in range(engine.config.slots):
         ready = distinct[i % len(distinct)]
-        engine.place(i, ready, room=engine.shapes.positions)
+        engine.place(i, ready, engine.shapes.positions, table_BN[i])
+    table = engine.compiler.table(table_BN)
+    engine.state = replace(engine.state, table_BN=table)
 
 
 def _spread(logp_BK: np.ndarray, lay: Layout) -> np.ndarray:

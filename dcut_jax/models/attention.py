@@ -24,7 +24,7 @@ class CachedContext:
     Attributes:
       read: from a first position to `k_BGDC, v_BGCD` of the next `chunk` positions.
       length_B: cached positions of each request; only these are seen.
-      chunk: positions read at a time; divides the cache's capacity.
+      chunk: positions read at a time.
     """
 
     read: ReadChunk
@@ -101,7 +101,10 @@ def attend(
             start = i * cached.chunk
             k_BGDC, v_BGCD = cached.read(start)
             position_11C = (start + jnp.arange(cached.chunk))[None, None, :]
-            seen = jnp.broadcast_to(position_11C < length_B11, (B, J, cached.chunk))
+            there_B1C = position_11C < length_B11
+            seen = jnp.broadcast_to(there_B1C, (B, J, cached.chunk))
+            # What others left in a page weighs 0, but 0 times NaN is NaN.
+            v_BGCD = jnp.where(there_B1C[..., None], v_BGCD, 0)
             if window is not None:
                 assert position_BJ is not None, "a window needs query positions"
                 seen &= position_BJ[:, :, None] - position_11C < window

@@ -1,10 +1,15 @@
-"""The key/value cache: two arrays for all layers, a row of them per slot.
+"""The key/value cache: pages for all layers, and a table of who has which.
 
-Keys are stored transposed, `[layers, B, G, D, L]`, values as `[layers, B, G, L, D]`:
-both products of attention then run along the minor axis of their right-hand side, and
-a head dimension of 64 still gives a TPU full 128-wide lanes for the keys. One array for
-all layers makes a commit one write per slot. What lies past a slot's length is never
-read and needs no clean-up.
+A page holds `CHUNK` positions, the piece that attention reads at a time. Keys are
+stored transposed, `[layers, P, G, D, C]`, values as `[layers, P, G, C, D]`: both
+products of attention then run along the minor axis of their right-hand side, and a head
+dimension of 64 still gives a TPU full 128-wide lanes for the keys. One array for all
+layers makes a commit one write per row.
+
+A table `[B, N]` names the pages of each slot in order; target and drafter share it.
+Behind a slot's own pages it says `NO_PAGE`, which reads as some page and is written to
+none. What lies past a slot's length is never seen, whatever it is, and needs no
+clean-up.
 """
 
 from typing import Any
@@ -17,73 +22,61 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dcut_jax.models.attention import CachedContext
 
-CHUNK = 128
+CHUNK = 128  # positions of a page, C
+NO_PAGE = 2**31 - 1  # beyond every page
+
+
+def pages_for(positions: int) -> int:
+    """Pages that so many positions of one slot take."""
+    return -(-positions // CHUNK)
 
 
 def capacity(positions: int) -> int:
-    """Allocated positions for `positions` wanted: a multiple of the read chunk."""
-    return -(-positions // CHUNK) * CHUNK
+    """Positions of whole pages, for `positions` wanted."""
+    return pages_for(positions) * CHUNK
 
 
 @flax.struct.dataclass
 class KvCache:
-    """Keys `[Y, B, G, D, L]` and values `[Y, B, G, L, D]` of all Y layers."""
+    """Keys `[Y, P, G, D, C]` and values `[Y, P, G, C, D]` of all Y layers."""
 
     k: Array
     v: Array
 
 
-def init_cache(cfg: Any, slots: int, positions: int, dtype: DTypeLike) -> KvCache:
+def init_cache(cfg: Any, pages: int, dtype: DTypeLike) -> KvCache:
     """Zeros for a target's or a drafter's `cfg`."""
-    L = capacity(positions)
-    lead = (cfg.layers, slots, cfg.kv_heads)
+    lead = (cfg.layers, pages, cfg.kv_heads)
     return KvCache(
-        k=jnp.zeros((*lead, cfg.head_dim, L), dtype),
-        v=jnp.zeros((*lead, L, cfg.head_dim), dtype),
+        k=jnp.zeros((*lead, cfg.head_dim, CHUNK), dtype),
+        v=jnp.zeros((*lead, CHUNK, cfg.head_dim), dtype),
     )
 
 
-def _read(
-    kv: KvCache, layer: int, slot: int | Array, slots: int, start: Array
-) -> tuple[Array, Array]:
-    G, D = kv.k.shape[2:4]
-    k = lax.dynamic_slice(kv.k, (layer, slot, 0, 0, start), (1, slots, G, D, CHUNK))
-    v = lax.dynamic_slice(kv.v, (layer, slot, 0, start, 0), (1, slots, G, CHUNK, D))
-    return k[0], v[0]
+def page_bytes(cfg: Any, dtype: DTypeLike) -> int:
+    """What a page takes: keys and values of all layers."""
+    numbers = 2 * cfg.layers * cfg.kv_heads * cfg.head_dim * CHUNK
+    return numbers * jnp.dtype(dtype).itemsize
 
 
-def read_slots(kv: KvCache, layer: int, length_B: Int[Array, "B"]) -> CachedContext:
-    """Every slot's cache of one layer."""
-    slots = kv.k.shape[1]
+def in_order(slots: int, pages: int) -> Int[Array, "B N"]:
+    """The table of slots with `pages` pages each, that lie one slot after the other."""
+    return jnp.arange(slots * pages, dtype=jnp.int32).reshape(slots, pages)
+
+
+def read_pages(
+    kv: KvCache, table_BN: Int[Array, "B N"], layer: int, length_B: Int[Array, "B"]
+) -> CachedContext:
+    """One layer of the pages that each row of a table names; rows may repeat."""
 
     def read(start: Array) -> tuple[Array, Array]:
-        return _read(kv, layer, 0, slots, start)
+        page_B = lax.dynamic_index_in_dim(table_BN, start // CHUNK, 1, keepdims=False)
+        return (
+            kv.k.at[layer, page_B].get(mode="clip"),
+            kv.v.at[layer, page_B].get(mode="clip"),
+        )
 
     return CachedContext(read, length_B, CHUNK)
-
-
-def read_owners(
-    kv: KvCache, layer: int, length_B: Int[Array, "B"], owner_O: Int[Array, "O"]
-) -> CachedContext:
-    """The caches of `owner_O`, one per group; slots may repeat."""
-    slots = kv.k.shape[1]
-
-    def read(start: Array) -> tuple[Array, Array]:
-        k_BGDC, v_BGCD = _read(kv, layer, 0, slots, start)
-        return k_BGDC[owner_O], v_BGCD[owner_O]
-
-    return CachedContext(read, length_B[owner_O], CHUNK)
-
-
-def read_slot(
-    kv: KvCache, layer: int, slot: Int[Array, ""], length: Int[Array, ""]
-) -> CachedContext:
-    """One slot's cache of one layer, as a batch of one."""
-
-    def read(start: Array) -> tuple[Array, Array]:
-        return _read(kv, layer, slot, 1, start)
-
-    return CachedContext(read, length[None], CHUNK)
 
 
 def as_cached(kv: KvCache, k: Array, v: Array) -> tuple[Array, Array]:
@@ -96,6 +89,7 @@ def as_cached(kv: KvCache, k: Array, v: Array) -> tuple[Array, Array]:
 
 def write_rows(
     kv: KvCache,
+    table_BN: Int[Array, "B N"],
     k_YTGD: Float[Array, "Y T G D"],
     v_YTGD: Float[Array, "Y T G D"],
     slot_T: Int[Array, "T"],
@@ -104,31 +98,31 @@ def write_rows(
 ) -> KvCache:
     """Writes the counted rows, each to a slot and position of its own.
 
-    The others leave the cache as it was, wherever they point.
+    The others leave the cache as it was, wherever they point, and so do rows that their
+    slot has no page for.
     """
-    beyond = kv.k.shape[-1]
-    at_T = jnp.where(counted_T, position_T, beyond)  # and is dropped there
+    inside_T = counted_T & (position_T < table_BN.shape[1] * CHUNK)
+    page_T = table_BN.at[slot_T, position_T // CHUNK].get(mode="clip")
+    page_T = jnp.where(inside_T, page_T, NO_PAGE)  # and is dropped there
+    at_T = position_T % CHUNK
     k_TYGD = k_YTGD.swapaxes(0, 1).astype(kv.k.dtype)
     v_TYGD = v_YTGD.swapaxes(0, 1).astype(kv.v.dtype)
     return KvCache(
-        k=kv.k.at[:, slot_T, :, :, at_T].set(k_TYGD, mode="drop"),
-        v=kv.v.at[:, slot_T, :, at_T].set(v_TYGD, mode="drop"),
+        k=kv.k.at[:, page_T, :, :, at_T].set(k_TYGD, mode="drop"),
+        v=kv.v.at[:, page_T, :, at_T].set(v_TYGD, mode="drop"),
     )
 
 
-def write_slot(
-    kv: KvCache,
-    one: KvCache,
-    slot: Int[Array, ""],
-    here: Bool[Array, ""] | None = None,
-) -> KvCache:
-    """Copies a one-slot cache over a slot; only if it is `here`, where that is told."""
-    at = (0, slot, 0, 0, 0)
+def write_pages(kv: KvCache, some: KvCache, page_N: Int[Array, "N"]) -> KvCache:
+    """Copies the N pages of `some` over those that `page_N` names, none twice."""
+    return KvCache(
+        k=kv.k.at[:, page_N].set(some.k, mode="drop"),
+        v=kv.v.at[:, page_N].set(some.v, mode="drop"),
+    )
 
-    def write(all_X: Array, one_X: Array) -> Array:
-        if here is not None:
-            old_X = lax.dynamic_slice(all_X, at, one_X.shape)
-            one_X = jnp.where(here, one_X, old_X)
-        return lax.dynamic_update_slice(all_X, one_X, at)
 
-    return KvCache(k=write(kv.k, one.k), v=write(kv.v, one.v))
+def copy_pages(kv: KvCache, page_N: Int[Array, "N"]) -> KvCache:
+    """A cache of N pages with what those have that `page_N` names."""
+    return KvCache(
+        k=kv.k.at[:, page_N].get(mode="clip"), v=kv.v.at[:, page_N].get(mode="clip")
+    )

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dcut_jax.config import DrafterConfig
 from dcut_jax.models.attention import attend
-from dcut_jax.models.cache import KvCache, read_slots
+from dcut_jax.models.cache import KvCache, read_pages
 from dcut_jax.models.collectives import Over, lookup, own_columns, total
 from dcut_jax.models.dense import embed, layer_specs
 from dcut_jax.models.layers import (
@@ -225,6 +225,7 @@ def block_forward(
     anchor_B: Int[Array, "B"],
     start_B: Int[Array, "B"],
     kv: KvCache,
+    table_BN: Int[Array, "B N"],
     width: int,
     over: Over = None,
 ) -> Float[Array, "B K E"]:
@@ -236,7 +237,7 @@ def block_forward(
       embed_VE: the target's embedding.
       anchor_B: last committed token of each request.
       start_B: its position, which is also the number of context rows in the cache.
-      kv: cached `context_kv`.
+      kv, table_BN: cached `context_kv`, and the pages of each request.
       width: drafts wanted, `1..cfg.max_drafts`. On non-causal layers the drafts of a
         narrow block need not be a prefix of a wide block's.
       over: see `dense.forward`.
@@ -254,7 +255,7 @@ def block_forward(
             k,
             v,
             jnp.broadcast_to(block_mask(cfg, i, W)[None], (B, W, W)),
-            read_slots(kv, i, start_B),
+            read_pages(kv, table_BN, i, start_B),
             position_BJ=position_BW,
             window=layer_window(cfg, i),
         )

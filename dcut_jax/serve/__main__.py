@@ -8,7 +8,14 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from dcut_jax.cli import add_mesh_flags, add_model_flags, placement_of, positive, run
+from dcut_jax.cli import (
+    add_memory_flag,
+    add_mesh_flags,
+    add_model_flags,
+    placement_of,
+    positive,
+    run,
+)
 from dcut_jax.engine.engine import EngineConfig
 from dcut_jax.engine.load import load_pair
 from dcut_jax.modes import WIDTH, add_mode_flags, build_engine, settle_mode
@@ -27,6 +34,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     p = argparse.ArgumentParser(prog="python -m dcut_jax.serve", description=__doc__)
     add_model_flags(p)
+    add_memory_flag(p)
     add_mesh_flags(p)
     p.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: loopback)"
@@ -45,6 +53,12 @@ def parser() -> argparse.ArgumentParser:
         "--no-logprobs",
         action="store_true",
         help="offer no log-probabilities; steps are a little cheaper",
+    )
+    p.add_argument(
+        "--no-prefix-cache",
+        action="store_true",
+        help="run every prompt whole; else beginnings of prompts are kept, and how "
+        "soon an answer comes tells whether somebody began alike",
     )
     p.add_argument(
         "--api-key",
@@ -128,6 +142,8 @@ def make_server(args: argparse.Namespace) -> "Server":
         args.cache_dtype,
         sampling=True,
         logprobs=not args.no_logprobs,
+        kv_memory=args.kv_memory,
+        prefix_cache=not args.no_prefix_cache,
     )
     engine = build_engine(
         pair,
@@ -213,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         print(
             f"{server.served.name}: {args.slots} slots of {args.max_length} tokens, "
-            f"mode {args.mode}; at {where}",
+            f"{scheduler.engine.shapes.pages} pages, mode {args.mode}; at {where}",
             flush=True,
         )
         await http.serve([listening])

@@ -279,25 +279,28 @@ class Scheduler:
                 return
             if self._begun is None:
                 self._begun = self.engine.begin_prefill(job.request)
-            spent += self.engine.prefill_chunk(self._begun)
+            if self._begun.left:
+                spent += self.engine.prefill_chunk(self._begun)
             if not self._begun.left:
+                if not self.engine.admits(job.request):
+                    return  # others came to need the pages that were there
                 ready = self.engine.end_prefill(self._begun)
                 job.completion = self.engine.admit(ready)
                 self.running.append(job)
-                self.watch.prefilled(self._begun.done)
+                self.watch.prefilled(self._begun.done - self._begun.found)
                 self._next = self._begun = None
                 self._report()
             if job.cancelled:  # by now; a long prompt is not run to its end
                 return
 
     def _take(self) -> Job | None:
-        """The job whose turn it is, if there is a slot for it."""
-        if self.engine.running == self.engine.config.slots:
-            return None
+        """The job whose turn it is, if there are a slot and pages for it."""
         with self._changed:
             if not self._queue:
                 return None
             job = min(self._queue, key=lambda j: j.turn)
+            if not self.engine.admits(job.request):
+                return None
             self._queue.remove(job)
             return job
 

@@ -58,6 +58,8 @@ class Watch:
         self._phases: dict[str, float] = {}
         self._service_s = 1.0  # that a text holds a slot, about
         self._steps = 0
+        self._found = self._found_before = engine.found_tokens
+        self._preempted = self._preempted_before = engine.preemptions
         self._published = self._noted = -math.inf
         self.snapshot: dict[str, Any] = {}
         engine.on_outcome = self._outcome
@@ -90,6 +92,11 @@ class Watch:
         self.tpot = gauge("tpot_ms", "Time per token, newest texts", ("quantile",))
         self.tokens = counter("tokens", "Tokens sent, by how they came", ("origin",))
         self.prompts = counter("prompt_tokens", "Prompt tokens run")
+        self.found = counter("prefix_hit_tokens", "Prompt tokens known and not run")
+        self.preempted = counter(
+            "preemptions", "Texts put aside for want of pages, and gone on with later"
+        )
+        self.pages = gauge("pages", "Pages of keys and values", ("state",))
         self.texts = counter("texts", "Texts that ended, by why", ("end",))
         self.drafts = counter("drafts", "Drafts verified", ("result",))
         self.steps = counter("steps", "Decode steps: plain, full, planned", ("kind",))
@@ -181,7 +188,8 @@ class Watch:
             self._rate.popleft()
         rate = sum(tokens for _, tokens in self._rate) / _RATE_S
         shares, outlook = self._shares(), self._outlook()
-        used, waiting = self.engine.running, scheduler.waiting
+        used, waiting = self.engine.active, scheduler.waiting
+        pages = self._pages()
         tpot = _percentiles(self._tpot_ms)
         self.queue.set(waiting)
         self.used.set(used)
@@ -215,6 +223,9 @@ class Watch:
                 "used": used,
                 "waiting": waiting,
                 "draining": scheduler.draining,
+                "pages": pages,
+                "prefix_hit_tokens": self._found - self._found_before,
+                "preemptions": self._preempted - self._preempted_before,
                 "tokens_per_s": rate,
                 "tpot_ms": tpot,
                 "ttft_ms": _percentiles(self._ttft_ms),
@@ -239,6 +250,18 @@ class Watch:
                 **outlook,
             }
         )
+
+    def _pages(self) -> dict[str, int]:
+        """Pages by what they are; counts what the engine found and put aside since."""
+        engine = self.engine
+        self.found.inc(engine.found_tokens - self._found)
+        self.preempted.inc(engine.preemptions - self._preempted)
+        self._found, self._preempted = engine.found_tokens, engine.preemptions
+        paging = engine.paging
+        pages = {"used": paging.used, "cached": paging.cached, "free": paging.free}
+        for state, count in pages.items():
+            self.pages.labels(state).set(count)
+        return pages
 
     def _policy(self) -> str:
         match self.engine.policy:

@@ -26,6 +26,7 @@ def state_of(batch, *, room=100, active=True, stop=()):
         room_B=jnp.asarray(full + np.asarray(room, np.int32)),
         active_B=jnp.asarray(np.broadcast_to(active, batch)),
         stop_BZ=jnp.asarray(np.broadcast_to(stop_Z, (batch, len(stop_Z)))),
+        table_BN=jnp.asarray(full[:, None]),
     )
 
 

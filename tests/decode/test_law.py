@@ -53,7 +53,7 @@ def speculate(seed, tables, temperature_B, width, share):
         seed=seed_B,
     )
     rows_R = jnp.array([BATCH + int(share * BATCH * width)], jnp.int32)
-    state = init_state(DRAWS, 1)
+    state = init_state(DRAWS, 1, 1)
     everyone_B = jnp.ones(DRAWS, bool)
     state = state.replace(active_B=everyone_B, room_B=jnp.full(DRAWS, 2))
 

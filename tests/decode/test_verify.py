@@ -13,7 +13,7 @@ from dcut_jax.decode.pack import Layout, layout, pack
 from dcut_jax.decode.state import NO_STOP, DecodeState, from_wire
 from dcut_jax.decode.verify import prefill_rows, verify_rows
 from dcut_jax.models import dense, drafter
-from dcut_jax.models.cache import init_cache, write_rows
+from dcut_jax.models.cache import in_order, init_cache, pages_for, write_rows
 from dcut_jax.models.params import init
 
 TARGET = ModelConfig(
@@ -48,6 +48,9 @@ DRAFTER = DrafterConfig(
 )
 B, WIDTH, POSITIONS = 4, 6, 256
 LENGTHS = (0, 127, 129, 30)
+# Pages of the slots, in no order, and two that nobody has.
+PAGES = B * pages_for(POSITIONS) + 2
+TABLE = np.random.default_rng(3).permutation(PAGES)[2:].reshape(B, -1).astype(np.int32)
 TAPS = (0, 1)
 
 
@@ -97,7 +100,7 @@ def whole(models, token_BS):
 @pytest.fixture(scope="module")
 def filled(models, whole):
     """Caches of both models, holding `LENGTHS` positions and stale ones behind."""
-    caches = S.init_caches(models, B, POSITIONS, jnp.float32, decodes=False)
+    caches = S.init_caches(models, PAGES, jnp.float32)
     weights, cfg = models.params["drafter"], models.drafter
     ctx = drafter.context(weights, cfg, whole.taps)
     position = jnp.broadcast_to(jnp.arange(ctx.shape[1]), ctx.shape[:2])
@@ -113,7 +116,9 @@ def filled(models, whole):
         position.ravel() < jnp.asarray(LENGTHS)[slot.ravel()],
     )
     caches = S.commit(
-        jax.tree.map(lambda x: x + 5, caches), S.Fresh(*flat, None, *place)
+        jax.tree.map(lambda x: x + 5, caches),
+        jnp.asarray(TABLE),
+        S.Fresh(*flat, None, *place),
     )
     return jax.block_until_ready(caches)
 
@@ -128,7 +133,10 @@ def run_verify(params, kv, block_BW, keep_B, active_B, lay):
     length_B = jnp.asarray(LENGTHS)
     packed = pack(keep_B, active_B, lay.rows)
     token_T = block_BW[packed.owner_T, packed.offset_T]
-    rows = verify_rows(params, TARGET, kv, token_T, length_B, packed, lay, TAPS)
+    table_BN = jnp.asarray(TABLE)
+    rows = verify_rows(
+        params, TARGET, kv, table_BN, token_T, length_B, packed, lay, TAPS
+    )
     return packed, rows
 
 
@@ -180,10 +188,11 @@ def test_each_row_is_what_the_whole_sequence_gives(
 
 @jax.jit
 def run_prefill(params, kv, token_P, done, count):
-    rows = prefill_rows(params, TARGET, kv, token_P, jnp.int32(0), done, count, TAPS)
+    rows = prefill_rows(params, TARGET, kv, token_P, done, count, TAPS)
     row_P = jnp.arange(token_P.shape[0])
     place = jnp.zeros_like(row_P), done + row_P, row_P < count
-    return rows, write_rows(kv, rows.k, rows.v, *place)
+    table_1N = in_order(1, kv.k.shape[1])
+    return rows, write_rows(kv, table_1N, rows.k, rows.v, *place)
 
 
 @pytest.mark.parametrize("chunks", [(32, 32, 32, 32, 32), (128, 32)], ids=str)
@@ -191,7 +200,7 @@ def run_prefill(params, kv, token_P, done, count):
 def test_chunks_of_a_prompt_are_what_the_whole_sequence_gives(
     models, token_BS, whole, chunks, length
 ):
-    kv, done = init_cache(TARGET, 1, POSITIONS, jnp.float32), 0
+    kv, done = init_cache(TARGET, pages_for(POSITIONS), jnp.float32), 0
     for chunk in chunks:
         count = min(chunk, length - done)
         token_P = np.zeros(chunk, np.int32)
@@ -205,8 +214,8 @@ def test_chunks_of_a_prompt_are_what_the_whole_sequence_gives(
             np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
         done += count
     assert done == length
-    assert not kv.k[..., length:].any()
-    assert not kv.v[:, :, :, length:].any()
+    assert not kv.k[:, 1, ..., length - 128 :].any()
+    assert not kv.v[:, 1, :, length - 128 :].any()
 
 
 def state_of(anchor_B, active_B):
@@ -216,6 +225,7 @@ def state_of(anchor_B, active_B):
         room_B=jnp.full(B, 50, jnp.int32),
         active_B=jnp.asarray(active_B),
         stop_BZ=jnp.full((B, 1), NO_STOP, jnp.int32),
+        table_BN=jnp.asarray(TABLE),
     )
 
 
@@ -235,7 +245,7 @@ def step(models):
             lay=LAYOUTS["with_padding"],
             wire_width=WIDTH,
         )
-        return wire, after, fresh, S.commit(caches, fresh)
+        return wire, after, fresh, S.commit(caches, state.table_BN, fresh)
 
     return run
 
@@ -275,7 +285,8 @@ def test_a_step_writes_the_committed_rows_and_nothing_else(
         for b, n in enumerate(LENGTHS):
             for row in range(count_B[b]):
                 packed_row = first_B[b] + row
-                want_k[:, b, :, :, n + row] = k[:, packed_row]
-                want_v[:, b, :, n + row] = v[:, packed_row]
+                page, at = TABLE[b, (n + row) // 128], (n + row) % 128
+                want_k[:, page, :, :, at] = k[:, packed_row]
+                want_v[:, page, :, at] = v[:, packed_row]
         np.testing.assert_array_equal(now.k, want_k)
         np.testing.assert_array_equal(now.v, want_v)

@@ -10,6 +10,7 @@ from dcut_jax.decode.defer import CATCH_UPS, ROOM
 from dcut_jax.engine.engine import Engine, EngineConfig
 from dcut_jax.engine.policy import ArPolicy, FixedPolicy
 from dcut_jax.engine.requests import Request
+from dcut_jax.models.cache import CHUNK
 
 PROMPTS = [tuple(range(a, a + n)) for a, n in ((55, 4), (8, 6), (36, 3))]
 
@@ -23,10 +24,13 @@ def assert_up_to_date(engine, slot, prompt, completion):
     """The cache holds what a prefill of the same text would have left."""
     text = (*prompt, *completion.tokens[:-1])  # the anchor is not cached yet
     want = jax.device_get(engine.prefill(Request(text, 1)).caches.drafter)
-    n, have = len(text), jax.device_get(engine.caches.drafter)
+    pages = engine.paging.table_BN[slot]
+    have = jax.device_get(engine.caches.drafter)
     close = partial(np.testing.assert_allclose, rtol=0, atol=2e-5)
-    close(have.k[:, slot, :, :, :n], want.k[:, 0, :, :, :n])
-    close(have.v[:, slot, :, :n], want.v[:, 0, :, :n])
+    for at in range(0, len(text), CHUNK):
+        n, page = min(len(text) - at, CHUNK), pages[at // CHUNK]
+        close(have.k[:, page, :, :, :n], want.k[:, at // CHUNK, :, :, :n])
+        close(have.v[:, page, :, :n], want.v[:, at // CHUNK, :, :n])
 
 
 SMALL = CATCH_UPS[0]

@@ -110,9 +110,9 @@ def test_drafts_cut_by_a_plan(models, compiler, asked, plain):
 
 def test_a_plan_goes_by_what_the_heads_propose(models):
     cfg, params = models.drafter, models.params
-    kv = S.init_caches(models, 2, 128, jnp.float32, decodes=True).drafter
+    kv = S.init_caches(models, 2, jnp.float32, 2).drafter
     anchor_B = jnp.array([5, 9], jnp.int32)
-    state = init_state(2, 1).replace(anchor_B=anchor_B)
+    state = init_state(2, 1, 1).replace(anchor_B=anchor_B)
 
     @jax.jit
     def both(params):
@@ -123,6 +123,7 @@ def test_a_plan_goes_by_what_the_heads_propose(models):
             anchor_B,
             state.length_B,
             kv,
+            state.table_BN,
             3,
         )
         head_VE = params["draft_head_VE"]

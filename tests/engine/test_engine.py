@@ -19,6 +19,7 @@ from dcut_jax.engine import steering as steering_module
 from dcut_jax.engine.engine import Engine, EngineConfig
 from dcut_jax.engine.policy import ArPolicy, DCutPolicy, FixedPolicy, unmeasured
 from dcut_jax.engine.requests import Completion, Request, halted_after
+from dcut_jax.models.cache import NO_PAGE
 from dcut_jax.models.dense import forward_sequences, head_VE, logits
 
 # Caches of 256 positions, of which a request may use all but the engine's slack.
@@ -401,6 +402,8 @@ def test_keeping_everything_is_the_path_without_a_plan(
         r.committed for r in plain.records
     ]
     assert all(r.kept == 7 * r.active for r in planned.records)
+    for engine in (plain, planned):  # one has told steps of its last free slot
+        engine.state = replace(engine.state, table_BN=engine.paging.table_BN)
     for name in ("state", "caches"):
         jax.tree.map(
             np.testing.assert_array_equal,
@@ -1023,9 +1026,14 @@ class TestLogprobs:
 
 
 def poisoned(engine, slot):
-    """Makes the target's cache of a slot a field of NaN, and so its logits."""
-    target = engine.caches.target
-    broken = replace(target, k=target.k.at[:, slot].set(jnp.nan))
+    """Makes the target's pages of a slot a field of NaN, and so its logits."""
+    target, table_BN = engine.caches.target, engine.paging.table_BN
+    pages = table_BN[slot][table_BN[slot] != NO_PAGE]
+    broken = replace(
+        target,
+        k=target.k.at[:, pages].set(jnp.nan),
+        v=target.v.at[:, pages].set(jnp.nan),
+    )
     engine.caches = replace(engine.caches, target=broken)
 
 

@@ -94,9 +94,27 @@ def test_parameters_and_caches_are_cut(planned, both_ways):
     assert q_EHD.addressable_shards[0].data.shape == (64, 8, 24)
     assert embed_VE.addressable_shards[0].data.shape == (52, 64)
     planned.reset()
-    Y, B, G, D, L = planned.caches.target.k.shape
+    Y, P, G, D, C = planned.caches.target.k.shape
     local = planned.caches.target.k.addressable_shards[0].data
-    assert local.shape == (Y, B // 2, G // 2, D, L)
+    assert local.shape == (Y, P // 2, G // 2, D, C)
+
+
+def test_a_known_prefix_comes_to_all_shards(planned, compiler, pair, requests):
+    some = [t for r in requests for t in r.prompt][:150]
+    asked = [Request((*some[: 128 + i], 7), 12 + i) for i in range(12)]
+    alone = Engine(pair, CONFIG, ArPolicy(), compiler=compiler)
+    assert texts(planned, asked) == texts(alone, asked)
+    paging = planned.paging
+    assert planned.found_tokens >= 11 * 128
+    assert paging.free + paging.used + paging.cached == planned.shapes.pages
+    assert paging.used == 0
+    # The first is still known, in one shard, and whoever begins like it goes there.
+    hit = paging.hit(asked[0].prompt)
+    assert hit.tokens == 128
+    engine_slots = range(CONFIG.slots)
+    slot = paging.slot_for(engine_slots, asked[0].prompt, 140)
+    assert paging.shard(slot) == hit.shard
+    assert paging.shard(paging.slot_for(engine_slots, (1, 2, 3), 9)) == 0
 
 
 def with_noise(x, device, noise):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dcut_jax.models.attention import CachedContext, attend, causal_mask
-from dcut_jax.models.cache import CHUNK, KvCache, read_owners, read_slot, read_slots
+from dcut_jax.models.cache import CHUNK, KvCache, read_pages
 
 B, J, S, G, D = 3, 3, 4, 2, 8
 LENGTHS = [
@@ -19,6 +19,10 @@ LENGTHS = [
     (300, 5, 383),
     (384, 0, 128),
 ]
+
+# Three pages of each slot, in no order, and two that nobody has.
+PAGES = 11
+TABLE = np.random.default_rng(5).permutation(PAGES)[2:].reshape(B, 3).astype(np.int32)
 
 
 def softmax_attention(q_BJHD, k_BSGD, v_BSGD, mask_BJS, past, windows):
@@ -42,7 +46,7 @@ def softmax_attention(q_BJHD, k_BSGD, v_BSGD, mask_BJS, past, windows):
     return out
 
 
-def draw(heads, batch=B, positions=384, seed=0):
+def draw(heads, batch=B, seed=0):
     """Queries, fresh keys and values, and a full cache of two layers."""
     rng = np.random.default_rng(seed)
 
@@ -50,19 +54,20 @@ def draw(heads, batch=B, positions=384, seed=0):
         return (2 * rng.normal(size=shape)).astype(np.float32)
 
     fresh = normal(batch, J, heads, D), normal(batch, S, G, D), normal(batch, S, G, D)
-    kv = KvCache(k=normal(2, B, G, D, positions), v=normal(2, B, G, positions, D))
+    kv = KvCache(k=normal(2, PAGES, G, D, CHUNK), v=normal(2, PAGES, G, CHUNK, D))
     return fresh, kv, rng.random((batch, J, S)) < 0.5
 
 
 def past_of(kv, layer, slot, length):
-    return kv.k[layer, slot, :, :, :length].transpose(2, 0, 1), kv.v[
-        layer, slot, :, :length
-    ].swapaxes(0, 1)
+    pages = TABLE[slot]
+    k_LGD = np.concatenate([kv.k[layer, page].transpose(2, 0, 1) for page in pages])
+    v_LGD = np.concatenate([kv.v[layer, page].swapaxes(0, 1) for page in pages])
+    return k_LGD[:length], v_LGD[:length]
 
 
 @partial(jax.jit, static_argnames=("layer", "window"))
 def over_slots(q, k, v, mask, kv, length_B, layer=1, position_BJ=None, window=None):
-    cached = read_slots(kv, layer, length_B)
+    cached = read_pages(kv, jnp.asarray(TABLE), layer, length_B)
     return attend(q, k, v, mask, cached, position_BJ=position_BJ, window=window)
 
 
@@ -109,14 +114,16 @@ def test_without_a_cache():
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
 
 
-def test_groups_read_the_caches_of_their_owners():
+def test_groups_read_the_pages_of_their_owners():
     owner_O, lengths = [2, 0, 2, 2], (129, 7, 200)
     fresh, kv, mask_OJS = draw(4, batch=4)
     mask_OJS[..., 0] = True
 
     @jax.jit
     def run(q, k, v, mask, kv, length_B, owner_O):
-        return attend(q, k, v, mask, read_owners(kv, 0, length_B, owner_O))
+        table_ON = jnp.asarray(TABLE)[owner_O]
+        cached = read_pages(kv, table_ON, 0, length_B[owner_O])
+        return attend(q, k, v, mask, cached)
 
     got = run(*fresh, mask_OJS, kv, jnp.asarray(lengths), jnp.asarray(owner_O))
     past = [past_of(kv, 0, b, lengths[b]) for b in owner_O]
@@ -124,40 +131,30 @@ def test_groups_read_the_caches_of_their_owners():
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
 
 
-def test_one_slot_as_a_batch_of_one():
-    fresh, kv, mask_BJS = draw(4, batch=1)
-    mask_BJS[..., 0] = True
-
-    @jax.jit
-    def run(q, k, v, mask, kv, slot, length):
-        return attend(q, k, v, mask, read_slot(kv, 1, slot, length))
-
-    got = run(*fresh, mask_BJS, kv, jnp.asarray(2), jnp.asarray(130))
-    past = [past_of(kv, 1, 2, 130)]
-    want = softmax_attention(*fresh, mask_BJS, past, np.full((1, J), 1000))
-    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
-
-
-def test_what_lies_past_a_length_does_not_matter():
+@pytest.mark.parametrize("junk", [1e6, -np.inf, np.nan])
+def test_what_lies_past_a_length_does_not_matter(junk):
     fresh, kv, mask_BJS = draw(4)
     mask_BJS[..., 0] = True
     length_B = jnp.asarray([127, 0, 129])
     want = over_slots(*fresh, mask_BJS, kv, length_B)
-    beyond = np.arange(384) >= np.asarray(length_B)[:, None, None]
+    beyond_PC = np.ones((PAGES, CHUNK), bool)
+    for pages, length in zip(TABLE, length_B.tolist(), strict=True):
+        beyond_PC[pages] = np.arange(384).reshape(3, CHUNK) >= length
     kv = KvCache(
-        k=np.where(beyond[None, :, :, None, :], 1e6, kv.k).astype(np.float32),
-        v=np.where(beyond[None, :, :, :, None], -1e6, kv.v).astype(np.float32),
+        k=np.where(beyond_PC[None, :, None, None, :], junk, kv.k).astype(np.float32),
+        v=np.where(beyond_PC[None, :, None, :, None], junk, kv.v).astype(np.float32),
     )
     np.testing.assert_array_equal(over_slots(*fresh, mask_BJS, kv, length_B), want)
 
 
 def test_only_as_many_chunks_are_read_as_the_longest_request_needs():
     fresh, kv, mask_BJS = draw(4)
+    kv = jax.tree.map(jnp.asarray, kv)
     mask_BJS[..., 0] = True
     read = []
 
     def run(length_B):
-        cached = read_slots(kv, 0, length_B)
+        cached = read_pages(kv, jnp.asarray(TABLE), 0, length_B)
 
         def note(start):
             jax.debug.callback(lambda s: read.append(int(s)), start)

@@ -9,21 +9,29 @@ import pytest
 
 from dcut_jax.models.cache import (
     CHUNK,
+    NO_PAGE,
     KvCache,
     capacity,
+    copy_pages,
+    in_order,
     init_cache,
-    read_slots,
+    page_bytes,
+    pages_for,
+    read_pages,
+    write_pages,
     write_rows,
-    write_slot,
 )
 
-Y, B, W, G, D, L = 2, 3, 4, 2, 6, CHUNK
+Y, B, W, G, D = 2, 3, 4, 2, 6
+# Two pages of each slot, in no order, and one that nobody has.
+TABLE = np.array([[4, 1], [6, 0], [2, 5]], np.int32)
+PAGES = 7
 
 
-def draw(rng, slots=B, dtype=np.float32):
+def draw(rng, pages=PAGES, dtype=np.float32):
     return KvCache(
-        k=rng.normal(size=(Y, slots, G, D, L)).astype(dtype),
-        v=rng.normal(size=(Y, slots, G, L, D)).astype(dtype),
+        k=rng.normal(size=(Y, pages, G, D, CHUNK)).astype(dtype),
+        v=rng.normal(size=(Y, pages, G, CHUNK, D)).astype(dtype),
     )
 
 
@@ -36,19 +44,20 @@ def written(kv, k_YBWGD, v_YBWGD, start_B, count_B):
     k, v = kv.k.copy(), kv.v.copy()
     for b in range(B):
         for row in range(count_B[b]):
-            at = start_B[b] + row
-            k[:, b, :, :, at] = k_YBWGD[:, b, row]
-            v[:, b, :, at] = v_YBWGD[:, b, row]
+            page, at = TABLE[b, (start_B[b] + row) // CHUNK], (start_B[b] + row) % CHUNK
+            k[:, page, :, :, at] = k_YBWGD[:, b, row]
+            v[:, page, :, at] = v_YBWGD[:, b, row]
     return KvCache(k, v)
 
 
 @jax.jit
-def write(kv, k_YBWGD, v_YBWGD, start_B, count_B):
+def write(kv, k_YBWGD, v_YBWGD, start_B, count_B, table_BN=TABLE):
     """The first `count_B` rows of each slot, from `start_B` on."""
     slot_T, row_T = jnp.repeat(jnp.arange(B), W), jnp.tile(jnp.arange(W), B)
     flat = (Y, B * W, G, D)
     return write_rows(
         kv,
+        jnp.asarray(table_BN),
         k_YBWGD.reshape(flat),
         v_YBWGD.reshape(flat),
         slot_T,
@@ -62,12 +71,27 @@ def write(kv, k_YBWGD, v_YBWGD, start_B, count_B):
     [[0, 0, 0], [4, 4, 4], [1, 0, 3], [0, 4, 0], [0, 0, 2]],
     ids=str,
 )
-@pytest.mark.parametrize("start_B", [[0, 60, 124], [124, 124, 124], [5, 5, 5]], ids=str)
+@pytest.mark.parametrize(
+    "start_B", [[0, 60, 124], [126, 125, 252], [5, 128, 200]], ids=str
+)
 def test_write_rows_writes_the_counted_rows_and_nothing_else(start_B, count_B):
     rng = np.random.default_rng(0)
     kv, k, v = draw(rng), rows(rng), rows(rng)
     got = write(kv, k, v, jnp.asarray(start_B), jnp.asarray(count_B))
     want = written(kv, k, v, start_B, count_B)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize("start", [124, 126, 253, 256, 300])
+def test_a_slot_without_a_page_writes_into_no_other(start):
+    rng = np.random.default_rng(0)
+    kv, k, v = draw(rng), rows(rng), rows(rng)
+    table_BN = TABLE.copy()
+    table_BN[:, 1] = NO_PAGE
+    start_B, full_B = jnp.full(B, start), jnp.full(B, W)
+    got = write(kv, k, v, start_B, full_B, table_BN)
+    fits = max(min(CHUNK - start, W), 0)
+    want = written(kv, k, v, [start] * B, [fits] * B)
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
@@ -87,45 +111,62 @@ def test_rows_are_stored_in_the_dtype_of_the_cache():
     k, v = rows(rng), rows(rng)
     got = write(kv, k, v, jnp.zeros(B, int), jnp.full(B, W))
     assert got.k.dtype == got.v.dtype == jnp.bfloat16
-    stored = got.k[:, :, :, :, :W].transpose(0, 1, 4, 2, 3)
+    stored = got.k[:, TABLE[:, 0], :, :, :W].transpose(0, 1, 4, 2, 3)
     np.testing.assert_array_equal(stored, jnp.asarray(k, jnp.bfloat16))
 
 
 def test_written_rows_are_read_back_where_they_were_put():
     rng = np.random.default_rng(0)
     kv, k, v = draw(rng), rows(rng), rows(rng)
-    start_B = jnp.asarray([0, 50, 124])
+    start_B = jnp.asarray([128, 178, 252])
     kv = write(kv, k, v, start_B, jnp.full(B, W))
-    got_k, got_v = read_slots(kv, 1, start_B).read(jnp.asarray(0))
-    for b, at in enumerate(start_B.tolist()):
+    cached = read_pages(kv, jnp.asarray(TABLE), 1, start_B)
+    got_k, got_v = cached.read(jnp.asarray(CHUNK))
+    for b, at in enumerate((start_B - CHUNK).tolist()):
         np.testing.assert_array_equal(
             got_k[b, :, :, at : at + W].transpose(2, 0, 1), k[1, b]
         )
         np.testing.assert_array_equal(got_v[b, :, at : at + W].swapaxes(0, 1), v[1, b])
 
 
-@pytest.mark.parametrize("slot", range(B))
-def test_write_slot_replaces_one_slot(slot):
+def test_write_pages_replaces_those_that_are_named():
     rng = np.random.default_rng(0)
-    kv, one = draw(rng), draw(rng, slots=1)
-    got = jax.jit(write_slot)(kv, one, jnp.asarray(slot))
+    kv, some = draw(rng), draw(rng, pages=4)
+    to_N = jnp.asarray([5, NO_PAGE, 0, NO_PAGE], jnp.int32)
+    got = jax.jit(write_pages)(kv, some, to_N)
     want = jax.tree.map(np.copy, kv)
-    want.k[:, slot], want.v[:, slot] = one.k[:, 0], one.v[:, 0]
+    for name in ("k", "v"):
+        getattr(want, name)[:, 5] = getattr(some, name)[:, 0]
+        getattr(want, name)[:, 0] = getattr(some, name)[:, 2]
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+def test_copied_pages_are_those_that_are_named():
+    kv = draw(np.random.default_rng(0))
+    got = jax.jit(copy_pages)(kv, jnp.asarray([6, 2, NO_PAGE], jnp.int32))
+    np.testing.assert_array_equal(got.k[:, :2], kv.k[:, [6, 2]])
+    np.testing.assert_array_equal(got.v[:, :2], kv.v[:, [6, 2]])
+    assert got.k.shape[1] == 3
+
+
 @pytest.mark.parametrize(
-    ("wanted", "got"), [(1, 128), (127, 128), (128, 128), (129, 256), (256, 256)]
+    ("wanted", "got"), [(1, 1), (127, 1), (128, 1), (129, 2), (256, 2)]
 )
-def test_capacity_is_a_multiple_of_the_chunk(wanted, got):
-    assert capacity(wanted) == got
+def test_pages_of_so_many_positions(wanted, got):
+    assert pages_for(wanted) == got
+    assert capacity(wanted) == got * CHUNK
 
 
 def test_an_empty_cache():
     cfg = SimpleNamespace(layers=3, kv_heads=2, head_dim=6)
-    kv = init_cache(cfg, 4, 129, jnp.bfloat16)
-    assert kv.k.shape == (3, 4, 2, 6, 256)
-    assert kv.v.shape == (3, 4, 2, 256, 6)
+    kv = init_cache(cfg, 5, jnp.bfloat16)
+    assert kv.k.shape == (3, 5, 2, 6, 128)
+    assert kv.v.shape == (3, 5, 2, 128, 6)
     assert kv.k.dtype == kv.v.dtype == jnp.bfloat16
     assert not kv.k.any()
     assert not kv.v.any()
+    assert kv.k.nbytes + kv.v.nbytes == 5 * page_bytes(cfg, "bfloat16")
+
+
+def test_pages_in_order():
+    assert in_order(2, 3).tolist() == [[0, 1, 2], [3, 4, 5]]

@@ -56,18 +56,28 @@ def remember(params, cfg, taps_NSC):
     position_NS = jnp.broadcast_to(jnp.arange(S)[None], (N, S))
     ctx_NSE = drafter.context(params, cfg, taps_NSC)
     k, v = drafter.context_kv(params, cfg, ctx_NSE, position_NS)
-    kv = cache.init_cache(cfg, N, S, params["fc_CE"].dtype)
+    table_NN = cache.in_order(N, cache.pages_for(S))
+    kv = cache.init_cache(cfg, table_NN.size, params["fc_CE"].dtype)
     slot_T, position_T = jnp.repeat(jnp.arange(N), S), position_NS.ravel()
     flat = [x.reshape(x.shape[0], N * S, *x.shape[3:]) for x in (k, v)]
-    return cache.write_rows(kv, *flat, slot_T, position_T, jnp.ones(N * S, bool))
+    every_T = jnp.ones(N * S, bool)
+    return cache.write_rows(kv, table_NN, *flat, slot_T, position_T, every_T)
 
 
 @partial(jax.jit, static_argnames=("cfg", "width"))
 def draft(params, cfg, target_params, kv, slot_B, anchor_B, start_B, width):
     # A slot per step: all steps of a width are one batch.
-    of_steps = jax.tree.map(lambda x: x[:, slot_B], kv)
+    pages = cache.pages_for(LENGTH)
+    table_BN = slot_B[:, None] * pages + jnp.arange(pages)[None]
     hidden_BKE = drafter.block_forward(
-        params, cfg, target_params["embed_VE"], anchor_B, start_B, of_steps, width
+        params,
+        cfg,
+        target_params["embed_VE"],
+        anchor_B,
+        start_B,
+        kv,
+        table_BN,
+        width,
     )
     return jnp.argmax(dense.logits(hidden_BKE, dense.head_VE(target_params)), -1)
 
@@ -139,8 +149,8 @@ def test_the_target_judges_as_the_reference(target, name):
 @pytest.mark.parametrize("width", [0, 8])
 def test_a_width_beyond_the_block_is_refused(target, width):
     cfg, params = load_drafter(GOLDEN / "full", jnp.float32)
-    kv = cache.init_cache(cfg, 1, LENGTH, jnp.float32)
-    one = jnp.ones(1, jnp.int32)
+    kv = cache.init_cache(cfg, cache.pages_for(LENGTH), jnp.float32)
+    one, table_1N = jnp.ones(1, jnp.int32), cache.in_order(1, kv.k.shape[1])
     embed_VE = target[1]["embed_VE"]
     with pytest.raises(ValueError, match=rf"width {width} is outside 1\.\.7"):
-        drafter.block_forward(params, cfg, embed_VE, one, one, kv, width)
+        drafter.block_forward(params, cfg, embed_VE, one, one, kv, table_1N, width)

@@ -178,17 +178,19 @@ def remember(params, cfg, taps_NSC):
     position_NS = jnp.broadcast_to(jnp.arange(S)[None], (N, S))
     ctx_NSE = drafter.context(params, cfg, taps_NSC)
     k, v = drafter.context_kv(params, cfg, ctx_NSE, position_NS)
-    kv = cache.init_cache(cfg, N, S, jnp.float32)
+    table_NN = cache.in_order(N, cache.pages_for(S))
+    kv = cache.init_cache(cfg, table_NN.size, jnp.float32)
     slot_T, position_T = jnp.repeat(jnp.arange(N), S), position_NS.ravel()
     flat = [x.reshape(x.shape[0], N * S, *x.shape[3:]) for x in (k, v)]
-    return cache.write_rows(kv, *flat, slot_T, position_T, jnp.ones(N * S, bool))
+    every_T = jnp.ones(N * S, bool)
+    return cache.write_rows(kv, table_NN, *flat, slot_T, position_T, every_T)
 
 
 @partial(jax.jit, static_argnames=("cfg", "width"))
 def draft(params, cfg, embed_VE, head_VE, kv, slot_B, anchor_B, start_B, width):
-    of_blocks = jax.tree.map(lambda x: x[:, slot_B], kv)
+    table_NN = cache.in_order(PROMPTS, kv.k.shape[1] // PROMPTS)
     hidden_BKE = drafter.block_forward(
-        params, cfg, embed_VE, anchor_B, start_B, of_blocks, width
+        params, cfg, embed_VE, anchor_B, start_B, kv, table_NN[slot_B], width
     )
     return dense.logits(hidden_BKE, head_VE)
 

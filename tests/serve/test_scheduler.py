@@ -9,7 +9,12 @@ import httpx
 import jax.numpy as jnp
 import pytest
 
+from dcut_jax.decode.steps import Models
+from dcut_jax.engine.engine import Engine, EngineConfig
+from dcut_jax.engine.paging import bytes_of_page
+from dcut_jax.engine.policy import ArPolicy
 from dcut_jax.engine.requests import Request
+from dcut_jax.models.cache import NO_PAGE
 from dcut_jax.serve.scheduler import Job, Limits
 
 COMPLETION = "/v1/completions"
@@ -45,8 +50,9 @@ def poison(scheduler, prompt):
     engine = scheduler.engine
     for slot, used in enumerate(engine._slots):
         if used is not None and used.request.prompt == prompt:
-            target = engine.caches.target
-            target = replace(target, k=target.k.at[:, slot].set(jnp.nan))
+            target, pages = engine.caches.target, engine.paging.table_BN[slot]
+            pages = pages[pages != NO_PAGE]
+            target = replace(target, v=target.v.at[:, pages].set(jnp.nan))
             engine.caches = replace(engine.caches, target=target)
 
 
@@ -283,3 +289,59 @@ def test_nothing_is_kept_of_a_request_that_has_ended(start):
     gc.collect()
     assert not [o for o in gc.get_objects() if isinstance(o, Job)]
     assert live.engine.records == []
+
+
+def test_a_prompt_that_begins_like_another_is_found(start, plain, text):
+    live = start()
+    prompt = [5 + i % 7 for i in range(150)]
+    for end in ([9], [8, 7]):
+        got = live.post(
+            prompt=prompt + end, max_tokens=9, temperature=0, ignore_eos=True
+        )
+        want = text.decode(plain(Request(tuple(prompt + end), 9)).tokens)
+        assert got.json()["choices"][0]["text"] == want
+    live.settle()
+    live.scheduler.watch.publish(live.scheduler, now=True)
+    pages = live.http.get("/live").json()["pages"]
+    assert pages == {"used": 0, "cached": 1, "free": live.engine.shapes.pages - 1}
+    lines = live.http.get("/metrics").text.splitlines()
+    assert "dcut_prefix_hit_tokens_total 128.0" in lines
+    assert "dcut_prompt_tokens_total 175.0" in lines
+    assert 'dcut_pages{state="cached"} 1.0' in lines
+
+
+def test_texts_are_the_same_with_pages_for_half_of_the_slots(serve, text, tiny, plain):
+    """Prompts wait, running texts are put aside, and one that never fits is refused."""
+    models = Models(tiny.target, None, {"target": tiny.params["target"]})
+    memory = 3 * bytes_of_page(models, "float32")
+    config = EngineConfig(3, 224, 1, sampling=True, logprobs=True, kv_memory=memory)
+    engine = Engine(models, config, ArPolicy())
+    live = serve(engine, text)
+    try:
+        prompts = [[3 + (i * j) % 90 for j in range(90 + 7 * i)] for i in range(9)]
+        found = {}
+
+        def ask(i):
+            body = {"prompt": prompts[i], "max_tokens": 60, "seed": i, "logprobs": 0}
+            body |= {"temperature": i % 2, "ignore_eos": True, "priority": 1 + i % 3}
+            if i == 8:  # leaves early
+                url, body["model"] = f"{live.url}{COMPLETION}", "tiny"
+                with pytest.raises(httpx.TimeoutException):
+                    httpx.post(url, json=body, timeout=0.05)
+            else:
+                found[i] = live.post(**body)
+
+        join(in_threads(9, ask))
+        for i, got in found.items():
+            heat = float(i % 2)
+            request = Request(tuple(prompts[i]), 60, temperature=heat, seed=i)
+            want = text.decode(plain(request).tokens)
+            assert got.json()["choices"][0]["text"] == want
+        live.settle()
+        assert engine.preemptions > 0
+        paging = engine.paging
+        assert (paging.used, paging.free + paging.cached) == (0, 3)
+        live.scheduler.watch.publish(live.scheduler, now=True)
+        assert live.http.get("/live").json()["preemptions"] == engine.preemptions
+    finally:
+        live.stop()

@@ -42,12 +42,16 @@ def test_training_computes_what_drafting_computes(setup):
     def draft(blocks):
         ctx_SE = drafter.context(params, cfg, blocks.taps_NSC)
         k, v = drafter.context_kv(params, cfg, ctx_SE, jnp.arange(S)[None])
-        kv = cache.init_cache(cfg, 1, S, jnp.float32)
+        table_1N = cache.in_order(1, cache.pages_for(S))
+        kv = cache.init_cache(cfg, table_1N.size, jnp.float32)
         slot, every = jnp.zeros(S, int), jnp.ones(S, bool)
-        kv = cache.write_rows(kv, k[:, 0], v[:, 0], slot, jnp.arange(S), every)
-        kv = jax.tree.map(lambda x: jnp.repeat(x, len(ANCHORS), axis=1), kv)
+        place = slot, jnp.arange(S), every
+        kv = cache.write_rows(kv, table_1N, k[:, 0], v[:, 0], *place)
+        table_BN = jnp.repeat(table_1N, len(ANCHORS), axis=0)
         anchor_B = blocks.token_NS[0, start_B]
-        return drafter.block_forward(params, cfg, embed_VE, anchor_B, start_B, kv, 7)
+        return drafter.block_forward(
+            params, cfg, embed_VE, anchor_B, start_B, kv, table_BN, 7
+        )
 
     want_BKE = draft(blocks)
     np.testing.assert_allclose(got_AKE, want_BKE, atol=2e-5)
