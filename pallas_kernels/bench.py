@@ -25,6 +25,7 @@ from pallas_kernels.backends import RUNS_ON, Backend, device_kind
 from pallas_kernels.budget_topk import budget_topk
 from pallas_kernels.confidence import head_confidence
 from pallas_kernels.targets import export_for
+from pallas_kernels.verify_attention import Pages, verify_attention
 
 REPEATS = 30
 IN_FLIGHT = 10  # calls between two waits, so that starting them is not what is timed
@@ -102,6 +103,50 @@ def confidence_work(N: int, E: int, V: int) -> Work:
     )
 
 
+def attention_work(
+    B: int, J: int, context: int, H: int, G: int, D: int, page: int = 128
+) -> Work:
+    """`verify_attention` of requests of `context / 2` to `context` cached positions."""
+    lengths = np.linspace(context // 2, context, B).astype(np.int32)
+    columns = -(-context // page)
+
+    def args() -> tuple[Any, ...]:
+        keys = jax.random.split(jax.random.key(0), 5)
+
+        def values(key: Any, *shape: int, dtype: Any = jnp.bfloat16) -> Any:
+            return jax.random.normal(key, shape, dtype)
+
+        fresh = values(keys[1], B, J, G, D), values(keys[2], B, J, G, D)
+        mask_BJJ = np.broadcast_to(np.tril(np.ones((J, J), bool))[None], (B, J, J))
+        table = np.random.default_rng(0).permutation(B * columns)
+        return (
+            values(keys[0], B, J, H, D, dtype=jnp.float32),
+            *fresh,
+            jnp.asarray(mask_BJJ),
+            values(keys[3], 1, B * columns, G, D, page),
+            values(keys[4], 1, B * columns, G, page, D),
+            jnp.asarray(table.reshape(B, columns), jnp.int32),
+            jnp.asarray(lengths),
+        )
+
+    def run(backend: Backend) -> Callable[..., Any]:
+        def attend(q, k, v, mask, k_pages, v_pages, page_BN, length_B):
+            pages = Pages(k_pages, v_pages, 0, page_BN, length_B)
+            return verify_attention(q, k, v, mask, pages, backend=backend)
+
+        return attend
+
+    seen = int(lengths.sum()) + B * J  # keys and values that have to be read
+    return Work(
+        name=f"attention {B}x{J} over {context}, {H}/{G}x{D}",
+        run=run,
+        args=args,
+        bytes=2 * 2 * seen * G * D + 2 * 4 * B * J * H * D,
+        flops=4 * seen * J * H * D,
+        kernels=("pallas_tpu",),
+    )
+
+
 WORKS = (
     topk_work(16, 15, 8),
     topk_work(64, 15, 8),
@@ -109,8 +154,16 @@ WORKS = (
     confidence_work(64, 2048, 151936),
     confidence_work(512, 4096, 151936),
     confidence_work(4096, 4096, 151936),
+    attention_work(16, 16, 2048, 32, 8, 128),
+    attention_work(64, 1, 4096, 32, 8, 128),
+    attention_work(64, 8, 4096, 32, 4, 128),
+    attention_work(256, 4, 1024, 32, 8, 128),
 )
-SMALL_WORKS = (topk_work(16, 7, 4), confidence_work(8, 64, 1300))
+SMALL_WORKS = (
+    topk_work(16, 7, 4),
+    confidence_work(8, 64, 1300),
+    attention_work(2, 3, 20, 4, 2, 16, page=8),
+)
 
 
 def difference(got: Any, want: Any) -> str:

@@ -120,6 +120,8 @@ class BenchResult:
       prompts: how many were decoded, up to `max_new_tokens` tokens each.
       compile_s, profile_s: spent before the first cell, in none of them.
       reliability: of arms that plan.
+      synthetic: how often drafts were right and from where that is, if they were drawn
+        and not drafted (`decode.synthetic`); None of a drafter.
     """
 
     command: str
@@ -137,6 +139,7 @@ class BenchResult:
     checks: tuple[TextCheck, ...]
     cache_dtype: str = "float32"
     reliability: tuple[Reliability, ...] = ()
+    synthetic: Mapping[str, Any] | None = None
 
     def to_json(self) -> str:
         """One line. Numbers that are not finite become null, which JSON can hold."""

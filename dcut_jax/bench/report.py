@@ -198,7 +198,8 @@ def _milliseconds(ms: float | None) -> str:
 
 def _title(result: BenchResult) -> str:
     models = " + ".join(name for name in (result.target, result.drafter) if name)
-    return f"{models} on {device_name(result)}, {result.date[:10]}"
+    label = "synthetic acceptance: " if result.synthetic else ""
+    return f"{label}{models} on {device_name(result)}, {result.date[:10]}"
 
 
 def device_name(result: BenchResult) -> str:
@@ -221,12 +222,23 @@ def _caption(result: BenchResult, rows: Sequence[Row]) -> str:
         dtypes += f", caches {result.cache_dtype}"
     return (
         f"{result.prompts} prompts, {result.max_new_tokens} new tokens each; {dtypes}\n"
+        f"{_synthetic_note(result)}"
         f"medians of {rounds} {'round' if rounds == 1 else 'rounds'}; ±: half the "
         f"spread; × AR: within a round\n"
         f"E[L]: tokens per request and step; kept: rows verified, of full width\n"
         f"width: drafts asked for; ms: per step, every phase waited for\n"
         f"not in these times: {result.compile_s:.0f} s of compiling, "
         f"{result.profile_s:.0f} s of measuring costs"
+    )
+
+
+def _synthetic_note(result: BenchResult) -> str:
+    """A line that says that drafts were drawn; nothing of a drafter."""
+    if result.synthetic is None:
+        return ""
+    return (
+        "SYNTHETIC: random weights; drafts are right as often as this says, and "
+        f"cost what a drafter's cost: {result.synthetic['name']}\n"
     )
 
 
