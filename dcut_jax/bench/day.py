@@ -95,15 +95,20 @@ def full() -> Sizes:
         dtype="bfloat16",
         step_flags=(),
         bench_flags=(
-            "--prompts=random:128 --limit=32 --max-new-tokens=96 --rounds=3 "
-            "--tokens-per-request=32 --arms=ar,fixed-7,dcut"
-        ).split(),  # type: ignore[arg-type]
+            "--prompts=random:128",
+            "--limit=32",
+            "--max-new-tokens=96",
+            "--rounds=3",
+            "--tokens-per-request=32",
+            "--arms=ar,fixed-7,dcut",
+        ),
         bench_batches=(32, 8, 128),
     )
 
 
-# Of a dense model and a mixture that compile in seconds on two cores.
-_TINY: dict[str, Any] = {
+# A mixture of experts that compiles in seconds on two cores.
+TINY: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
     "vocab_size": 96,
     "hidden_size": 32,
     "intermediate_size": 32,
@@ -111,39 +116,39 @@ _TINY: dict[str, Any] = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
     "rope_theta": 10000.0,
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
 }
-TINY: dict[str, dict[str, Any]] = {
-    "tiny-dense": {"architectures": ["Qwen3ForCausalLM"], **_TINY},
-    "tiny-mixture": {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        **_TINY,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "norm_topk_prob": True,
-    },
-}
 
 
 def tiny(out: Path) -> Sizes:
-    """The same stages with next to nothing in them; configs are written to `out`."""
-    targets = []
-    for name, config in TINY.items():
-        targets.append(out / f"{name}.json")
-        write_text(targets[-1], json.dumps(config))
+    """The same stages with next to nothing in them; the target is written to `out`."""
+    target = out / "tiny-mixture.json"
+    write_text(target, json.dumps(TINY))
     return Sizes(
-        targets=tuple(targets),
+        targets=(target,),
         platform="cpu",
         dtype="float32",
-        step_flags=("--batch-sizes=1", "--max-length=128", "--rounds=2"),
+        step_flags=(
+            "--batch-sizes=1",
+            "--factors=1,16",
+            "--max-length=128",
+            "--rounds=2",
+        ),
         bench_flags=(
-            "--prompts=random:4 --limit=2 --max-new-tokens=8 --rounds=1 "
-            "--tokens-per-request=4 --arms=ar,fixed-7"
-        ).split(),  # type: ignore[arg-type]
+            "--prompts=random:4",
+            "--limit=2",
+            "--max-new-tokens=8",
+            "--rounds=1",
+            "--tokens-per-request=4",
+            "--arms=ar,fixed-7",
+        ),
         bench_batches=(2,),
         kernel_flags=("--small", "--lower"),
         test_flags=("--collect-only",),

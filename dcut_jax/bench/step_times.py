@@ -37,7 +37,7 @@ from dcut_jax.weights.load import RANDOM
 
 # Worth knowing first: a run that is ended early has seen both ends.
 BATCH_SIZES = (16, 64, 1, 256, 4, 128, 32, 8, 2)
-FACTORS = (1.0, 2.0, 4.0, 8.0, 16.0)  # rows of a request
+FACTORS = (1, 2, 4, 8, 16)  # rows of a request
 
 
 @dataclass(frozen=True)
@@ -208,6 +208,9 @@ def parser() -> argparse.ArgumentParser:
         "--drafter", required=True, help=f"{SYNTHETIC}FILE, see configs/synthetic"
     )
     p.add_argument("--batch-sizes", type=positives, default=BATCH_SIZES)
+    p.add_argument(
+        "--factors", type=positives, default=FACTORS, help="rows verified of a request"
+    )
     p.add_argument("--max-length", type=positive, default=384)
     p.add_argument("--rounds", type=positive, default=8)
     p.add_argument("--dtype", choices=DTYPES, default="bfloat16")
@@ -226,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if drafter is None:
         raise ValueError("the steps of speculation need a drafter; found none")
     policy = DCutPolicy(
-        CostTable.empty(), widths=(drafter.max_drafts,), factors=FACTORS
+        CostTable.empty(), widths=(drafter.max_drafts,), factors=args.factors
     )
     device = here({args.dtype})
     compiler = Compiler(pair.models, args.dtype)

@@ -116,8 +116,8 @@ def synthetic_models(
     if not target.startswith(RANDOM):
         raise ValueError(
             f"--drafter {SYNTHETIC}... knows the text of random weights alone: "
-            f"expected --target {RANDOM}PATH with it, found {target!r}; give a target with "
-            f"weights a drafter with weights"
+            f"expected --target {RANDOM}PATH with it, found {target!r}; give a target "
+            f"with weights a drafter with weights"
         )
     stated = read_synthetic(path)
     loaded = load_target(target, dtype)

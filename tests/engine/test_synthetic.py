@@ -11,16 +11,18 @@ import pytest
 
 from dcut_jax.bench.published import load_published
 from dcut_jax.decode.compile import Compiler
+from dcut_jax.engine import engine
 from dcut_jax.engine.engine import Engine, EngineConfig
 from dcut_jax.engine.load import load_pair
-from dcut_jax.engine.policy import ArPolicy, FixedPolicy
+from dcut_jax.engine.policy import FixedPolicy
 from dcut_jax.engine.requests import Request
 from dcut_jax.engine.synthetic import read_synthetic
+from dcut_jax.models import dense
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED = ROOT / "configs" / "synthetic" / "dflash-published.json"
 CONFIG = {
-    "architectures": ["Qwen3MoeForCausalLM"],
+    "architectures": ["Qwen3ForCausalLM"],
     "vocab_size": 200,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -28,10 +30,6 @@ CONFIG = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 16,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "norm_topk_prob": True,
     "rope_theta": 10000.0,
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 512,
@@ -43,7 +41,7 @@ SURVIVAL = (0.8, 0.6, 0.5)
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     place = tmp_path_factory.mktemp("synthetic")
-    config, survival = place / "mixture.json", place / "curve.json"
+    config, survival = place / "config.json", place / "curve.json"
     config.write_text(json.dumps(CONFIG))
     survival.write_text(json.dumps({"source": "made up", "survival": SURVIVAL}))
     return config, survival
@@ -57,32 +55,45 @@ def pair(files):
     )
 
 
+def said(target, tokens):
+    """What the target says after each of these tokens, and all before it."""
+
+    @jax.jit
+    def run(params, token):
+        valid = jnp.ones(token.shape, bool)
+        rows = dense.forward_sequences(params, target.cfg, token, valid)
+        logits = dense.logits(rows.hidden, dense.head_VE(params))
+        return jnp.argmax(logits[0], axis=-1)
+
+    return run(target.params, jnp.asarray([tokens])).tolist()
+
+
 @pytest.fixture(scope="module")
 def texts(pair):
-    """Of AR and of full blocks, with the engine that decoded these."""
-    compiler = Compiler(pair.models, "bfloat16")
+    """Requests, and what an engine that drafts makes of them."""
     config = EngineConfig(8, 100, cache_dtype="bfloat16")
     requests = [Request((3 * i % 200, 7, 11 * i % 200), 80) for i in range(8)]
-    plain = Engine(pair.models, config, ArPolicy(), compiler=compiler)
-    drafting = Engine(pair.models, config, FixedPolicy(3), compiler=compiler)
-    return requests, plain.generate(requests), drafting.generate(requests), drafting
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "PREFILL_CHUNKS", (32,))  # one to compile
+        drafting = Engine(pair.models, config, FixedPolicy(3))
+        return requests, drafting.generate(requests), drafting
 
 
-def test_the_target_counts_also_in_bfloat16(texts):
-    requests, plain, _, _ = texts
-    for request, done in zip(requests, plain, strict=True):
+def test_the_text_is_the_targets_which_counts_also_in_bfloat16(texts, pair):
+    requests, found, _ = texts
+    for request, done in zip(requests, found, strict=True):
         last = request.prompt[-1]
         assert done.tokens == [(last + 1 + n) % 200 for n in range(80)]
+    first = [*requests[0].prompt, *found[0].tokens]
+    assert said(pair.target, first)[len(requests[0].prompt) - 1 : -1] == found[0].tokens
 
 
-def test_drafts_are_accepted_as_often_as_stated_and_the_text_is_the_targets(texts):
-    _, plain, drafted, engine = texts
-    assert [d.tokens for d in drafted] == [p.tokens for p in plain]
-    steps = sum(d.steps for d in drafted)
+def test_drafts_are_accepted_as_often_as_stated(texts):
+    _, found, drafting = texts
+    steps = sum(done.steps for done in found)
     # The last step of a text may have more accepted than there was room for.
-    mean = sum(r.accepted for r in engine.records) / steps
+    mean = sum(record.accepted for record in drafting.records) / steps
     assert mean == pytest.approx(sum(SURVIVAL), abs=4 * 1.2 / np.sqrt(steps))
-    assert 0 < sum(d.accepted == 0 for d in drafted) or mean > 1
 
 
 def test_the_drafters_own_pass_is_paid_for(pair):
@@ -117,13 +128,10 @@ def test_it_is_told_apart_and_labelled(pair, files, tmp_path):
 
 def test_a_head_that_is_the_embedding_repeats(files, tmp_path):
     tied = tmp_path / "tied.json"
-    dense = {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
-    tied.write_text(json.dumps(CONFIG | dense))
+    tied.write_text(json.dumps(CONFIG | {"tie_word_embeddings": True}))
     found = load_pair(f"random:{tied}", f"synthetic:{files[1]}", "float32", "float32")
-    engine = Engine(found.models, EngineConfig(1, 100), FixedPolicy(3))
-    [done] = engine.generate([Request((9, 8), 30)])
-    assert done.tokens == [8] * 30
-    assert done.accepted > 0
+    assert found.models.synthetic.advance == 0
+    assert said(found.target, [3, 150, 8, 8]) == [3, 150, 8, 8]
 
 
 def test_a_target_with_weights_is_refused(files):
