@@ -5,7 +5,6 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
 
 from dcut_jax.cli import (
     add_mesh_flags,
@@ -15,28 +14,20 @@ from dcut_jax.cli import (
     positive,
     run,
 )
-from dcut_jax.decode.compile import Compiler
-from dcut_jax.engine.engine import Engine, EngineConfig
-from dcut_jax.engine.load import (
-    NO_DRAFTER,
-    Pair,
-    computed_costs,
-    has_drafter,
-    load_pair,
-    stored_costs,
-)
-from dcut_jax.engine.policy import ArPolicy, DCutPolicy, FixedPolicy, Policy
-from dcut_jax.engine.profile import default_directory
+from dcut_jax.engine.engine import EngineConfig
+from dcut_jax.engine.load import Pair, load_pair
 from dcut_jax.engine.requests import Completion, Halt, Request
+from dcut_jax.modes import (
+    WIDTH,
+    Costs,
+    Mode,
+    add_mode_flags,
+    build_engine,
+    settle_mode,
+)
 from dcut_jax.processes import first
 from dcut_jax.prompts import is_unicode, load_prompts
 from dcut_jax.stops import StopStrings
-
-Mode = Literal["ar", "fixed", "dcut"]
-MODES: tuple[Mode, ...] = ("ar", "fixed", "dcut")
-Costs = Literal["measured", "roofline"]
-COSTS: tuple[Costs, ...] = ("measured", "roofline")
-WIDTH = 7
 
 
 def generate(
@@ -73,8 +64,7 @@ def generate(
       mode: "ar", "fixed" (`width` drafts, all verified), or "dcut", which measures
         this machine's costs the first time and keeps them in `cost_dir`.
       max_length: positions a slot can hold; None takes what the prompts need.
-      costs: "roofline" starts at once: where this machine's costs were not measured,
-        they are computed from its peak rates, and corrected while decoding.
+      costs: see `modes.build_engine`.
       cache_dtype: of the key/value caches.
       temperature, top_k, top_p, min_p: see `decode.sample.Sampling`.
       seed: of the first prompt; the next has the next number.
@@ -86,16 +76,6 @@ def generate(
       ValueError: a prompt that is empty or does not fit, a batch size below 1, or a
         mode that is unknown or that this pair cannot decode in.
     """
-    if mode not in MODES:
-        raise ValueError(f"mode {mode!r} is unknown; choose from {', '.join(MODES)}")
-    most = pair.models.drafter.max_drafts if pair.models.drafter else 0
-    if mode != "ar" and not most:
-        raise ValueError(f"mode {mode!r} needs a drafter; name one, or take mode 'ar'")
-    if mode == "fixed" and not 1 <= width <= most:
-        raise ValueError(
-            f"expected a width of 1 to {most} drafts, which is what this drafter's "
-            f"block holds; found {width}"
-        )
     requests = [
         Request(
             tuple(prompt),
@@ -120,59 +100,21 @@ def generate(
         sampling=any(r.draws for r in requests),
         logprobs=logprobs,
     )
-    models = pair.models if mode != "ar" else pair.without_drafter()
-    compiler = Compiler(models, cache_dtype)
-    with bar("step costs", None, shown=progress and mode == "dcut") as update:
-        policy = policy_of_mode(
-            mode,
-            width,
-            pair,
-            config,
-            compiler,
-            lambda: [t for p in prompts for t in p] or [0],
-            cost_dir or default_directory(),
-            costs=costs,
-            on_progress=lambda what, done, total: update(done, f"measuring {what}"),
-        )
-    engine = Engine(models, config, policy, compiler=compiler)
+    engine = build_engine(
+        pair,
+        config,
+        mode,
+        width,
+        lambda: [t for p in prompts for t in p] or [0],
+        costs=costs,
+        cost_dir=cost_dir,
+        progress=progress,
+    )
     with bar("decoding", len(requests), shown=progress) as update:
         return engine.generate(
             requests,
             on_progress=lambda done, tokens: update(done, f"decoding, {tokens} tokens"),
         )
-
-
-def policy_of_mode(
-    mode: Mode,
-    width: int,
-    pair: Pair,
-    config: EngineConfig,
-    compiler: Compiler,
-    tokens: Callable[[], Sequence[int]],
-    cost_dir: Path,
-    *,
-    costs: Costs = "measured",
-    on_progress: Callable[[str, int, int], None] | None = None,
-) -> Policy:
-    """The policy that a mode stands for; measures costs where a mode needs them.
-
-    Args:
-      width: drafts, in mode "fixed".
-      tokens: gives real ones, to fill the caches with where costs are measured.
-      costs: see `generate`.
-    """
-    match mode:
-        case "ar":
-            return ArPolicy()
-        case "fixed":
-            return FixedPolicy(width)
-        case "dcut" if costs == "roofline":
-            return DCutPolicy(computed_costs(pair, config, cost_dir))
-        case "dcut":
-            table = stored_costs(
-                pair, config, tokens(), compiler, cost_dir, on_progress=on_progress
-            )
-            return DCutPolicy(table)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -207,24 +149,7 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="after each text a line of JSON: tokens, and logs of their probabilities",
     )
-    p.add_argument(
-        "--mode", choices=MODES, help="default: dcut, or ar where there is no drafter"
-    )
-    p.add_argument(
-        "--width", type=positive, help=f"drafts, with --mode fixed (default: {WIDTH})"
-    )
-    p.add_argument(
-        "--cost-dir",
-        type=Path,
-        help=f"of cost tables, with --mode dcut (default: {default_directory()})",
-    )
-    p.add_argument(
-        "--costs",
-        default=COSTS[0],
-        choices=COSTS,
-        help="with --mode dcut: measure the costs of steps where none are stored, "
-        "which takes a while, or compute them from peak rates (default: measured)",
-    )
+    add_mode_flags(p)
     return p
 
 
@@ -232,35 +157,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line's values, with what they cannot do together refused."""
     p = parser()
     args = p.parse_args(argv)
-    drafts = has_drafter(args.target, args.drafter)
-    if args.mode is None:
-        args.mode = "dcut" if drafts else "ar"
-        if not drafts and args.drafter is None:
-            print(
-                f"no drafter is shipped for target {args.target!r}: decoding with "
-                f"--mode ar; --drafter names one",
-                file=sys.stderr,
-            )
-    elif args.mode != "ar" and not drafts:
-        p.error(f"--mode {args.mode} needs a drafter; name one with --drafter")
-    if args.mode == "ar":
-        args.drafter = NO_DRAFTER
+    settle_mode(p, args)
     if args.prompt and args.prompts:
         p.error("give prompts on the command line or --prompts, not both")
     if args.limit and not args.prompts:
         p.error("--limit belongs to --prompts, and there is no --prompts")
-    if args.width and args.mode != "fixed":
-        p.error(f"--width belongs to --mode fixed; the mode is {args.mode}")
     for name in ("top_k", "top_p", "min_p", "seed"):
         if getattr(args, name) is not None and not args.temperature:
             flag = "--" + name.replace("_", "-")
             p.error(f"{flag} is of draws; give a --temperature above 0 with it")
     if not all(args.stop):
         p.error("expected a text after --stop, found an empty one")
-    if args.cost_dir and args.mode != "dcut":
-        p.error(f"--cost-dir belongs to --mode dcut; the mode is {args.mode}")
-    if args.costs != COSTS[0] and args.mode != "dcut":
-        p.error(f"--costs belongs to --mode dcut; the mode is {args.mode}")
     return args
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dcut_jax import cli, generate, profile
+from dcut_jax import cli, generate, modes, profile
 from dcut_jax.bench import __main__ as bench
 from dcut_jax.bench.records import BenchResult, Difference, TextCheck
 from dcut_jax.bench.runner import NEAR_TIE, wrong_arms
@@ -56,7 +56,7 @@ def tiny(compilers, monkeypatch):
             compilers[key] = Compiler(models, cache_dtype)
         return compilers[key]
 
-    for module in (bench, generate, profile):
+    for module in (bench, modes, profile):
         monkeypatch.setattr(module, "Compiler", compiler)
     monkeypatch.setattr(Target, "text", lambda self: Progressions())
     monkeypatch.setattr(policy, "WIDTHS", (3,))

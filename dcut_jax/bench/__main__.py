@@ -31,12 +31,14 @@ from dcut_jax.bench.runner import (
     PUBLISHED,
     WITHOUT,
     Arm,
+    Stopwatch,
     Texts,
+    decode_cell,
     fixed_width,
     logit_gap,
     policy_of,
     reliability_of,
-    run_cell,
+    take_turns,
     wrong_arms,
 )
 from dcut_jax.bench.serve import run_serve
@@ -74,6 +76,7 @@ from dcut_jax.weights.load import Target
 
 # Timed at each batch size in each round: a dozen steps are too few to compare arms by.
 LEAST_TOKENS = 96
+TURNS = ("steps", "rounds")
 
 
 def arm_names(text: str) -> tuple[str, ...]:
@@ -121,6 +124,13 @@ def parser() -> argparse.ArgumentParser:
         type=positive,
         help="timed tokens per slot and round; default: 8, and more where fewer than "
         f"{LEAST_TOKENS} would be timed in all",
+    )
+    p.add_argument(
+        "--turns",
+        choices=TURNS,
+        default=TURNS[0],
+        help="when the next arm of a batch size takes its turn: after a step, or after "
+        "a round, which has the caches of one arm in memory at a time (default: steps)",
     )
     p.add_argument("--cost-dir", type=Path, default=default_directory())
     p.add_argument("--out", type=Path, default=Path("bench-out"))
@@ -234,6 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         peer,
         rounds=args.rounds,
         tokens_per_request=args.tokens_per_request,
+        turns=args.turns,
     )
     # Of a mesh the target is on the host as well, whole.
     whole = replace(plain, params={"target": pair.target.params}, placement=None)
@@ -313,8 +324,14 @@ def run_rounds(
     *,
     rounds: int,
     tokens_per_request: int | None,
+    turns: str,
 ) -> list[Cell]:
-    """Every arm at every batch size in turns, so that they see the machine alike."""
+    """Every arm at every batch size, so that they see the machine alike.
+
+    Args:
+      turns: one of `TURNS`: whether arms of a batch size take turns with every step,
+        which needs the caches of all of them at once, or with every round.
+    """
     cells: list[Cell] = []
     per_round = sum(len(arms) + (peer is not None) for arms in engines.values())
     with bar("rounds", rounds * per_round) as update:
@@ -324,16 +341,21 @@ def run_rounds(
                 tokens = tokens_per_request or max(8, -(-LEAST_TOKENS // batch))
                 arms = list(by_name.values())
                 turn = round % len(arms)  # no arm is always the first
-                for arm in (*arms[turn:], *arms[:turn]):
-                    update(len(cells), f"{label}, {arm.name}")
-                    cells.append(
-                        run_cell(
-                            arm,
-                            ready,
-                            texts,
-                            round=round,
-                            tokens_per_request=tokens,
-                        )
+                in_order = (*arms[turn:], *arms[:turn])
+                together = [in_order] if turns == "steps" else [(a,) for a in in_order]
+                for some in together:
+                    update(len(cells), f"{label}, {', '.join(a.name for a in some)}")
+                    cells += take_turns(
+                        [
+                            decode_cell(
+                                arm,
+                                ready,
+                                texts,
+                                round=round,
+                                tokens_per_request=tokens,
+                            )
+                            for arm in some
+                        ]
                     )
                 if peer is not None:
                     update(len(cells), f"{label}, {PEER}")
@@ -396,9 +418,10 @@ def build(
         chosen = policy_of(name, costs, most)
         drafts = not isinstance(chosen, ArPolicy)
         models = pair.models if drafts else pair.without_drafter()
-        engine = Engine(models, config, chosen, compiler=compilers[drafts])
+        watch, compiler = Stopwatch(), compilers[drafts]
+        engine = Engine(models, config, chosen, compiler=compiler, clock=watch)
         engine.free()
-        engines[name] = Arm(name, engine)
+        engines[name] = Arm(name, engine, watch)
     return engines, spent
 
 

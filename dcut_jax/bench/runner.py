@@ -2,7 +2,8 @@
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count, islice, zip_longest
 from typing import Any
@@ -97,12 +98,59 @@ def policy_of(arm: str, costs: Callable[[], DCutPolicy], most: int) -> Policy:
     return replace(costs(), **without)
 
 
+class Stopwatch:
+    """A clock that runs only while its owner does, in seconds."""
+
+    def __init__(self) -> None:
+        self._before = 0.0
+        self._since: float | None = None
+
+    def __call__(self) -> float:
+        running = 0.0 if self._since is None else time.perf_counter() - self._since
+        return self._before + running
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Lets it run for as long as the body does."""
+        self._since = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._before, self._since = self(), None
+
+
 @dataclass
 class Arm:
-    """An arm at one batch size."""
+    """An arm at one batch size.
+
+    Attributes:
+      watch: the clock of `engine`, which stands still while other arms have their turn.
+    """
 
     name: str
     engine: Engine
+    watch: Stopwatch
+
+
+# A cell under way: it yields the share of its tokens that it has, step by step.
+Turns = Generator[float, None, Cell]
+
+
+def take_turns(cells: Sequence[Turns]) -> list[Cell]:
+    """Runs cells side by side, a step at a time, always the one furthest behind.
+
+    So a slow spell of the machine, of seconds or of minutes, falls on all of them.
+    """
+    share = dict.fromkeys(range(len(cells)), 0.0)
+    done: dict[int, Cell] = {}
+    while share:
+        behind = min(share, key=lambda i: share[i])
+        try:
+            share[behind] = next(cells[behind])
+        except StopIteration as end:
+            done[behind] = end.value
+            del share[behind]
+    return [done[i] for i in range(len(cells))]
 
 
 class Texts:
@@ -200,20 +248,21 @@ def for_arm(ready: Prefilled, models: Models) -> Prefilled:
     return replace(ready, caches=Caches(ready.caches.target, None))
 
 
-def run_cell(
+def decode_cell(
     arm: Arm,
     ready: Sequence[Prefilled],
     texts: Texts,
     *,
     round: int,
     tokens_per_request: int,
-) -> Cell:
+) -> Turns:
     """Decodes at constant concurrency until so many tokens per slot have come.
 
-    Before the first round a few steps run untimed. A request that ends is replaced at
-    once by the next prompt, whose prefill was done before and is in no arm's time. In
-    the end a few steps more are run with every phase waited for; they give
-    `phase_ms` and count nowhere else.
+    It pauses after each step and after nothing else, see `take_turns`. Before the first
+    round a few steps run untimed. A request that ends is replaced at once by the next
+    prompt, whose prefill was done before and is in no arm's time. In the end a few
+    steps more are run with every phase waited for; they give `phase_ms` and count
+    nowhere else.
 
     Raises:
       ValueError: no prompt has anything to decode after its first token.
@@ -250,21 +299,21 @@ def run_cell(
     if round == 0:  # the policy's first looks, and the caches' first touch
         for _ in range(max(WARM_STEPS, -(-FIRST_REQUESTS // B) + 1)):
             refill()
-            engine.step()
+            with arm.watch.running():
+                engine.step()
         engine.flush()
-    first = len(engine.records)
-    seconds, goal = 0.0, B * tokens_per_request
-    committed = 0
+    first, start = len(engine.records), arm.watch()
+    goal, committed = B * tokens_per_request, 0
     while committed < goal:
         refill()
-        start = time.perf_counter()
-        engine.step()
-        jax.block_until_ready(engine.caches)
-        seconds += time.perf_counter() - start
+        with arm.watch.running():
+            engine.step()
+            jax.block_until_ready(engine.caches)
         committed = sum(r.committed for r in engine.records[first:])
-    start = time.perf_counter()
-    engine.flush()  # a plan reads one step late; the last one's tokens count too
-    seconds += time.perf_counter() - start
+        yield committed / goal
+    with arm.watch.running():
+        engine.flush()  # a plan reads one step late; the last one's tokens count too
+    seconds = arm.watch() - start
     timed = engine.records[first:]
 
     engine.time_phases = True

@@ -182,6 +182,10 @@ class Engine:
     Everything is compiled in the constructor; after it nothing compiles. One engine
     serves one thread.
 
+    Args:
+      clock: the seconds by which costs are corrected. Who lets engines take turns on
+        one device brings one that stands still while others have theirs.
+
     Attributes:
       on_drafts: told of each fixed-width step, once it has been read, the drafter's
         log-confidences `[B, K]` (NaN beyond the width) and the outcome; what a slot
@@ -199,6 +203,7 @@ class Engine:
         *,
         compiler: Compiler | None = None,
         time_phases: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if not isinstance(policy, ArPolicy) and models.drafter is None:
             raise ValueError(f"{type(policy).__name__} needs a drafter; found none")
@@ -219,7 +224,7 @@ class Engine:
         self.compiler = compiler or Compiler(models, config.cache_dtype)
         self.compiler.require(models, config.cache_dtype)
         self.steering = (
-            Steering(policy, self.shapes, self.agree)
+            Steering(policy, self.shapes, self.agree, clock)
             if isinstance(policy, DCutPolicy)
             else None
         )

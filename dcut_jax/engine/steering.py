@@ -39,7 +39,7 @@ class Steering:
     """Chooses the steps of one engine under one policy.
 
     What it learns, of confidences, costs and widths, outlives the requests.
-    `agree`: see `cost.measure.measure`.
+    `agree`: see `cost.measure.measure`; `clock`: see `Engine`.
     """
 
     def __init__(
@@ -47,8 +47,10 @@ class Steering:
         policy: DCutPolicy,
         shapes: StepShapes,
         agree: Callable[[float], float] = float,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.policy = policy
+        self._clock = clock
         self._agree = agree
         self.shapes = shapes
         self.key = policy.plan_key(shapes)
@@ -193,7 +195,7 @@ class Steering:
         if self._work is None:
             return
         if not self._work:
-            self._since = time.perf_counter()
+            self._since = self._clock()
         self._work.append(work)
 
     def has_read(self, context: int) -> None:
@@ -203,7 +205,7 @@ class Steering:
         if not work or measured is None:
             self.correction.forget_last()
             return
-        ms = self._agree((time.perf_counter() - self._since) * 1e3)
+        ms = self._agree((self._clock() - self._since) * 1e3)
         self.correction.observe({w: measured[w] for w in work}, ms)
 
     # -- reports ------------------------------------------------------------------

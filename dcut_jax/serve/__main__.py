@@ -5,23 +5,14 @@ import asyncio
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from types import FrameType
 
-from dcut_jax.cli import (
-    add_mesh_flags,
-    add_model_flags,
-    bar,
-    placement_of,
-    positive,
-    run,
-)
-from dcut_jax.decode.compile import Compiler
-from dcut_jax.engine.engine import Engine, EngineConfig
-from dcut_jax.engine.load import NO_DRAFTER, Pair, has_drafter, load_pair
-from dcut_jax.engine.profile import default_directory
-from dcut_jax.generate import MODES, WIDTH, Mode, policy_of_mode
+from dcut_jax.cli import add_mesh_flags, add_model_flags, placement_of, positive, run
+from dcut_jax.engine.engine import EngineConfig
+from dcut_jax.engine.load import load_pair
+from dcut_jax.modes import WIDTH, add_mode_flags, build_engine, settle_mode
 from dcut_jax.prompts import DEFAULT, load_prompts
+from dcut_jax.weights.tokenizer import TextTokenizer
 
 FILLING = 16  # prompts whose tokens fill the caches where costs are measured
 API_KEY = "DCUT_API_KEY"
@@ -44,17 +35,7 @@ def parser() -> argparse.ArgumentParser:
         default=1024,
         help="longest prompt plus output, in tokens (default: 1024)",
     )
-    p.add_argument(
-        "--mode", choices=MODES, help="default: dcut, or ar where there is no drafter"
-    )
-    p.add_argument(
-        "--width", type=positive, help=f"drafts, with --mode fixed (default: {WIDTH})"
-    )
-    p.add_argument(
-        "--cost-dir",
-        type=Path,
-        help=f"of cost tables, with --mode dcut (default: {default_directory()})",
-    )
+    add_mode_flags(p)
     p.add_argument("--name", help="of the model in requests (default: the target's)")
     p.add_argument(
         "--no-logprobs",
@@ -99,23 +80,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line's values, with what they cannot do together refused."""
     p = parser()
     args = p.parse_args(argv)
-    drafts = has_drafter(args.target, args.drafter)
-    if args.mode is None:
-        args.mode = "dcut" if drafts else "ar"
-        if not drafts and args.drafter is None:
-            print(
-                f"no drafter is shipped for target {args.target!r}: serving with "
-                f"--mode ar; --drafter names one",
-                file=sys.stderr,
-            )
-    elif args.mode != "ar" and not drafts:
-        p.error(f"--mode {args.mode} needs a drafter; name one with --drafter")
-    if args.mode == "ar":
-        args.drafter = NO_DRAFTER
-    if args.width and args.mode != "fixed":
-        p.error(f"--width belongs to --mode fixed; the mode is {args.mode}")
-    if args.cost_dir and args.mode != "dcut":
-        p.error(f"--cost-dir belongs to --mode dcut; the mode is {args.mode}")
+    settle_mode(p, args)
     if (args.coordinator, args.processes, args.process_id) != (None, None, None):
         p.error(
             "one process serves, on the devices that it has: expected no "
@@ -133,46 +98,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def build_engine(
-    pair: Pair,
-    *,
-    mode: Mode,
-    width: int,
-    slots: int,
-    max_length: int,
-    cache_dtype: str,
-    logprobs: bool,
-    cost_dir: Path | None,
-) -> Engine:
-    """An engine for requests of any kind; measures this machine's costs if need be."""
-    text = pair.target.text()
-    config = EngineConfig(
-        slots,
-        max_length,
-        max(len(text.eos_ids), 1),
-        cache_dtype,
-        sampling=True,
-        logprobs=logprobs,
-    )
-    models = pair.models if mode != "ar" else pair.without_drafter()
-    compiler = Compiler(models, cache_dtype)
-
-    def filling() -> list[int]:
-        some = load_prompts(DEFAULT, FILLING)
-        return [t for p in some for t in text.chat(list(p.messages))]
-
-    with bar("step costs", None, shown=sys.stderr.isatty()) as update:
-        policy = policy_of_mode(
-            mode,
-            width,
-            pair,
-            config,
-            compiler,
-            filling,
-            cost_dir or default_directory(),
-            on_progress=lambda what, done, total: update(done, f"measuring {what}"),
-        )
-    return Engine(models, config, policy, compiler=compiler)
+def filling(text: TextTokenizer) -> list[int]:
+    """Tokens of real prompts, for the caches where costs are measured."""
+    some = load_prompts(DEFAULT, FILLING)
+    return [t for p in some for t in text.chat(list(p.messages))]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -193,15 +122,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.target, args.drafter, args.dtype, args.draft_dtype, placement_of(args)
     )
     text = pair.target.text()
+    config = EngineConfig(
+        args.slots,
+        args.max_length,
+        max(len(text.eos_ids), 1),
+        args.cache_dtype,
+        sampling=True,
+        logprobs=not args.no_logprobs,
+    )
     engine = build_engine(
         pair,
-        mode=args.mode,
-        width=args.width or WIDTH,
-        slots=args.slots,
-        max_length=args.max_length,
-        cache_dtype=args.cache_dtype,
-        logprobs=not args.no_logprobs,
+        config,
+        args.mode,
+        args.width or WIDTH,
+        lambda: filling(text),
+        costs=args.costs,
         cost_dir=args.cost_dir,
+        progress=sys.stderr.isatty(),
     )
     limits = Limits(
         queue=args.queue,
@@ -241,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             loop.call_soon_threadsafe(lambda: tasks.append(loop.create_task(drain())))
 
     tasks: list[asyncio.Task[None]] = []
-    config = uvicorn.Config(
+    http_config = uvicorn.Config(
         make_app(server),
         host=args.host,
         port=args.port,
@@ -251,10 +188,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
-    http = Draining(config)
+    http = Draining(http_config)
 
     async def serve() -> None:
-        listening = config.bind_socket()
+        listening = http_config.bind_socket()
         host, port = listening.getsockname()[:2]
         where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         print(

@@ -11,10 +11,12 @@ from dcut_jax.bench.runner import (
     PUBLISHED,
     WITHOUT,
     Arm,
+    Stopwatch,
     Texts,
+    decode_cell,
     logit_gap,
     policy_of,
-    run_cell,
+    take_turns,
 )
 from dcut_jax.decode.steps import Caches, StepShapes
 from dcut_jax.engine.engine import Prefilled
@@ -121,5 +123,35 @@ def test_prompts_that_all_end_at_once_are_refused(prompts):
     )
     ready = [Prefilled(Request((1,), 8, (0,)), Caches(None, None), 0)] * prompts
     texts = Texts([Completion([0], "stop")] * prompts)
+    arm = Arm(AR, stopping, Stopwatch())
+    cell = decode_cell(arm, ready, texts, round=0, tokens_per_request=3)
     with pytest.raises(ValueError, match="ends at its first token.*other prompts"):
-        run_cell(Arm(AR, stopping), ready, texts, round=0, tokens_per_request=3)
+        next(cell)
+
+
+class TestTurns:
+    def test_the_one_furthest_behind_has_the_turn(self):
+        turns = []
+
+        def cell(name, shares):
+            for share in shares:
+                turns.append(name)
+                yield share
+            return name.upper()
+
+        done = take_turns([cell("a", [0.2, 0.9, 1.0]), cell("b", [0.5, 1.0])])
+        assert done == ["A", "B"]
+        assert "".join(turns) == "ababa"
+
+    def test_a_watch_runs_for_its_owner_alone(self, monkeypatch):
+        now = [0.0]
+        clock = SimpleNamespace(perf_counter=lambda: now[0])
+        monkeypatch.setattr("dcut_jax.bench.runner.time", clock)
+        watch = Stopwatch()
+        for own, others in [(2.0, 5.0), (1.0, 7.0)]:
+            with watch.running():
+                now[0] += own
+                during = watch()
+            now[0] += others
+            assert watch() == during
+        assert watch() == 3.0
