@@ -113,7 +113,13 @@ CASES = (
     case("block", [47, 0, 48, 5], sees="block"),
     shared_prefix(),
     case("block_and_window", [40, 30, 2, 48], sees="block", window=11),
-    case("fresh_unrounded", [30, 7], dtype=BFLOAT16, fresh_dtype=np.float32),
+    case(
+        "fresh_unrounded",
+        [30, 7],
+        head_dim=128,
+        dtype=BFLOAT16,
+        fresh_dtype=np.float32,
+    ),
 )
 REAL = {"page": PAGE, "pages": 10, "columns": 4}
 MORE_CASES = (

@@ -36,6 +36,10 @@ from pallas_kernels.verify_attention.softmax import (
 # of eight heads of 128 is 256 KiB in bfloat16; keys and values are there twice.
 BLOCK_VALUES = 128 << 10
 
+# Fresh rows come in whole registers. Of a single one in bfloat16, as plain decoding has
+# it, Mosaic takes the product with its value for an outer one, and then lowers none.
+SUBLANES, LANES = 8, 128
+
 _ROWS_BY_COLUMNS = (((1,), (0,)), ((), ()))
 _ROWS_BY_ROWS = (((1,), (1,)), ((), ()))
 
@@ -110,7 +114,12 @@ def launch_tpu(
     def of_page(*block: int) -> Any:
         return pl.BlockSpec((None, None, heads, *block), page_at)
 
-    mask_BXS = per_query(mask_BJS.astype(jnp.int32), H // G)
+    def filled_up(x: Array, axis: int) -> Array:
+        """Fresh rows that no row sees at the end."""
+        pad = [(0, -S % SUBLANES if i == axis else 0) for i in range(x.ndim)]
+        return jnp.pad(x, pad)
+
+    mask_BXS = per_query(filled_up(mask_BJS.astype(jnp.int32), 2), H // G)
     windows = () if since_BJ is None else (per_query(since_BJ[..., None], H // G),)
     scalars = (
         jnp.reshape(jnp.asarray(pages.layer, jnp.int32), (1,)),
@@ -121,20 +130,23 @@ def launch_tpu(
     q_BGXD = side_by_side(q_BJHD, G)
     if k_BSGD.dtype == pages.k_YPGDC.dtype:  # or each product has it rounded its way
         q_BGXD = q_BGXD.astype(k_BSGD.dtype)
+    # Of heads that do not fill the lanes XLA keeps values the other way round, so as not
+    # to pad them. To ask for them so costs nothing; for the plain way, a whole copy.
+    upright = D % LANES == 0
     size = pages.k_YPGDC.dtype.itemsize
     out_BGXD = pl.pallas_call(
-        partial(_body, windowed=since_BJ is not None),
+        partial(_body, windowed=since_BJ is not None, upright=upright),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(B, G // heads, turns),
             in_specs=(
                 of_heads(X, D),
-                of_heads(S, D),
-                of_heads(S, D),
-                of_request(X, S),
+                of_heads(mask_BXS.shape[2], D),
+                of_heads(mask_BXS.shape[2], D),
+                of_request(*mask_BXS.shape[1:]),
                 *(of_request(X, 1) for _ in windows),
                 of_page(D, C),
-                of_page(C, D),
+                of_page(C, D) if upright else of_page(D, C),
             ),
             out_specs=of_heads(X, D),
             scratch_shapes=[
@@ -160,22 +172,25 @@ def launch_tpu(
     )(
         *scalars,
         q_BGXD,
-        k_BSGD.swapaxes(1, 2),
-        v_BSGD.swapaxes(1, 2),
+        filled_up(k_BSGD, 1).swapaxes(1, 2),
+        filled_up(v_BSGD, 1).swapaxes(1, 2),
         mask_BXS,
         *windows,
         pages.k_YPGDC,
-        pages.v_YPGCD,
+        pages.v_YPGCD if upright else pages.v_YPGCD.swapaxes(3, 4),
     )
     return apart(out_BGXD, J)
 
 
-def _body(*refs: Any, windowed: bool) -> None:
-    """One page of one request; references of blocks, the softmax carried in scratch."""
+def _body(*refs: Any, windowed: bool, upright: bool) -> None:
+    """One page of one request; references of blocks, the softmax carried in scratch.
+
+    Values are `[heads, C, D]`, or `[heads, D, C]` unless they are `upright`.
+    """
     _, _, first_ref, end_ref, length_ref, *rest = refs
     q_ref, k_new_ref, v_new_ref, mask_ref, *rest = rest  # [heads, X or S, D], [X, S]
     since_ref = rest.pop(0) if windowed else None  # [X, 1]
-    k_ref, v_ref, out_ref, *running = rest  # [heads, D, C], [heads, C, D]
+    k_ref, v_ref, out_ref, *running = rest  # [heads, D, C], see above, [heads, X, D]
     heads, C = k_ref.shape[0], k_ref.shape[2]
     b, i = pl.program_id(0), pl.program_id(2)
 
@@ -194,16 +209,19 @@ def _body(*refs: Any, windowed: bool) -> None:
     def cached_rows() -> None:
         left = length_ref[b] - i * C
         place_1C = lax.broadcasted_iota(jnp.int32, (1, C), 1)
-        place_C1 = lax.broadcasted_iota(jnp.int32, (C, 1), 0)
+        own = (
+            lax.broadcasted_iota(jnp.int32, v_ref.shape[1:], 0 if upright else 1) < left
+        )
         seen = place_1C < left
         if since_ref is not None:
             seen = seen & (place_1C + i * C >= since_ref[...])
         for h in range(heads):
             s = product(q_ref[h], k_ref[h], _ROWS_BY_COLUMNS)
             s = jnp.where(seen, s, -jnp.inf)
-            v = jnp.where(place_C1 < left, v_ref[h], 0)  # 0 times NaN is NaN
+            v = jnp.where(own, v_ref[h], 0)  # 0 times NaN is NaN
             so_far = Running(*(ref[h] for ref in running))
-            keep(h, merge(so_far, s, v.astype(v_ref.dtype), _ROWS_BY_COLUMNS))
+            by = _ROWS_BY_COLUMNS if upright else _ROWS_BY_ROWS
+            keep(h, merge(so_far, s, v.astype(v_ref.dtype), by))
 
     @pl.when(i == pl.num_programs(2) - 1)
     def the_end() -> None:

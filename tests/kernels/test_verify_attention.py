@@ -1,5 +1,6 @@
 """verify_attention: every backend against loops in float64."""
 
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -8,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec, SingleDeviceSharding
 from jaxtyping import TypeCheckError
 
 from pallas_kernels.backends import Backend
-from pallas_kernels.targets import export_for
+from pallas_kernels.targets import compiling_for, export_for, tpu_devices
 from pallas_kernels.verify_attention import Pages, kernel, verify_attention
 from pallas_kernels.verify_attention.cases import (
     CASES,
@@ -201,8 +202,8 @@ SHAPES = [  # of requests, rows of each, heads, key/value heads, head dimension
 ]
 
 
-def declared(shape, dtype=jnp.bfloat16, window=None):
-    """A call and its arguments, of a cache of 64 pages and tables of 16."""
+def declared(shape, dtype=jnp.bfloat16, window=None, pages=64):
+    """A call and its arguments, with tables of 16 pages."""
     B, J, H, G, D = shape
     like = jax.ShapeDtypeStruct
     fresh = like((B, J, G, D), dtype)
@@ -211,8 +212,8 @@ def declared(shape, dtype=jnp.bfloat16, window=None):
         fresh,
         fresh,
         like((B, J, J), jnp.bool_),
-        like((2, 64, G, D, 128), dtype),
-        like((2, 64, G, 128, D), dtype),
+        like((2, pages, G, D, 128), dtype),
+        like((2, pages, G, 128, D), dtype),
         like((B, 16), jnp.int32),
         like((B,), jnp.int32),
         like((B, J), jnp.int32),
@@ -256,6 +257,23 @@ def test_lowers_for_tpu(shape, dtype):
 def test_a_window_lowers_for_tpu():
     call, args = declared(SHAPES[2], window=512)
     assert "tpu_custom_call" in export_for("tpu", call("pallas_tpu"), *args)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2", "v5p:2x2x1", "tpu7x:2x2x1"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_compiles_for_tpu_without_a_copy_of_the_pages(shape, topology):
+    """By TPUs' own compiler, where it is installed; the pages are 64 MiB or more."""
+    pytest.importorskip("libtpu")
+    device = tpu_devices(topology)[0]
+    call, args = declared(shape, pages=1024)
+    at = SingleDeviceSharding(device)
+    placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at) for x in args]
+    with compiling_for(device):
+        done = jax.jit(call("pallas_tpu")).lower(*placed).compile()
+    pages = math.prod(args[4].shape) * 2
+    assert pages >= 64 << 20
+    assert done.memory_analysis().temp_size_in_bytes < pages / 4
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
