@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -72,7 +72,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the day is: as it is on a GPU, or tiny, to try it anywhere."""
+    """How large the day is: as it is on a GPU, or tiny, to try it anywhere.
+
+    Attributes:
+      slower: how much longer stages may take than on a GPU: processors are shared.
+    """
 
     targets: tuple[Path, ...]
     platform: str
@@ -82,6 +86,7 @@ class Sizes:
     bench_batches: tuple[int, ...]
     kernel_flags: tuple[str, ...] = ()
     test_flags: tuple[str, ...] = ()
+    slower: float = 1.0
 
 
 def full() -> Sizes:
@@ -152,6 +157,7 @@ def tiny(out: Path) -> Sizes:
         bench_batches=(2,),
         kernel_flags=("--small", "--lower"),
         test_flags=("--collect-only",),
+        slower=10.0,
     )
 
 
@@ -189,7 +195,7 @@ def stages(sizes: Sizes, out: Path) -> list[Stage]:
             )
             name = f"D-Cut and AR of {target.stem}, batch {batch}"
             found.append(Stage(name, command, 110, where / "bench.json"))
-    return found
+    return [replace(stage, limit_s=sizes.slower * stage.limit_s) for stage in found]
 
 
 def run_stage(stage: Stage, limit_s: float, environment: Mapping[str, str]) -> Outcome:

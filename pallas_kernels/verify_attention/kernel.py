@@ -130,7 +130,7 @@ def launch_tpu(
     q_BGXD = side_by_side(q_BJHD, G)
     if k_BSGD.dtype == pages.k_YPGDC.dtype:  # or each product has it rounded its way
         q_BGXD = q_BGXD.astype(k_BSGD.dtype)
-    # Of heads that do not fill the lanes XLA keeps values the other way round, so as not
+    # Of heads that do not fill the lanes XLA keeps values the other way round, not
     # to pad them. To ask for them so costs nothing; for the plain way, a whole copy.
     upright = D % LANES == 0
     size = pages.k_YPGDC.dtype.itemsize

@@ -145,7 +145,7 @@ def test_a_tiny_day(tmp_path):
     """All stages, as processes, on next to nothing."""
     pytest.importorskip("matplotlib")
     out = tmp_path / "day"
-    assert day.main(["--tiny", "--out", str(out), "--minutes", "9"]) == 0
+    assert day.main(["--tiny", "--out", str(out), "--minutes", "60"]) == 0
     raw = json.loads((out / "day.json").read_text())
     assert {s["status"] for s in raw["stages"]} == {"ok"}
     steps = [s["result"] for s in raw["stages"] if s["name"].startswith("steps")]
