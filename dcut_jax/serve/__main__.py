@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from dcut_jax.cli import add_mesh_flags, add_model_flags, placement_of, positive, run
 from dcut_jax.engine.engine import EngineConfig
@@ -13,6 +14,9 @@ from dcut_jax.engine.load import load_pair
 from dcut_jax.modes import WIDTH, add_mode_flags, build_engine, settle_mode
 from dcut_jax.prompts import DEFAULT, load_prompts
 from dcut_jax.weights.tokenizer import TextTokenizer
+
+if TYPE_CHECKING:
+    from dcut_jax.serve.app import Server
 
 FILLING = 16  # prompts whose tokens fill the caches where costs are measured
 API_KEY = "DCUT_API_KEY"
@@ -104,20 +108,15 @@ def filling(text: TextTokenizer) -> list[int]:
     return [t for p in some for t in text.chat(list(p.messages))]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Serves until it is told to end."""
-    args = parse(argv)
-    try:
-        import uvicorn
+def make_server(args: argparse.Namespace) -> "Server":
+    """Models, an engine, and what answers for them; `args` are `parse`'s.
 
-        from dcut_jax.serve.app import Server, make_app
-        from dcut_jax.serve.protocol import Served
-        from dcut_jax.serve.scheduler import Limits, Scheduler
-    except ImportError as error:
-        raise ImportError(
-            f"serving needs packages of the extra `serve`, found {error}; run "
-            f"`pip install 'dcut-jax[serve]'`"
-        ) from error
+    Costs of steps are measured here, where there are none of this machine.
+    """
+    from dcut_jax.serve.app import Server
+    from dcut_jax.serve.protocol import Served
+    from dcut_jax.serve.scheduler import Limits, Scheduler
+
     pair = load_pair(
         args.target, args.drafter, args.dtype, args.draft_dtype, placement_of(args)
     )
@@ -147,12 +146,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         choices=args.choices,
         prefill_tokens=args.prefill_tokens,
     )
-    name = args.name or pair.target.name
     served = Served(
-        name, text, args.max_length, not args.no_logprobs, choices=args.choices
+        args.name or pair.target.name,
+        text,
+        args.max_length,
+        not args.no_logprobs,
+        choices=args.choices,
     )
-    scheduler = Scheduler(engine, limits)
-    server = Server(served, scheduler, limits, tuple(args.api_key))
+    return Server(served, Scheduler(engine, limits), limits, tuple(args.api_key))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serves until it is told to end."""
+    args = parse(argv)
+    try:
+        import uvicorn
+
+        from dcut_jax.serve.app import make_app
+    except ImportError as error:
+        raise ImportError(
+            f"serving needs packages of the extra `serve`, found {error}; run "
+            f"`pip install 'dcut-jax[serve]'`"
+        ) from error
+    server = make_server(args)
+    scheduler = server.scheduler
 
     class Draining(uvicorn.Server):
         """Ends once what it has taken in is done; at once when told twice."""
@@ -178,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             loop.call_soon_threadsafe(lambda: tasks.append(loop.create_task(drain())))
 
     tasks: list[asyncio.Task[None]] = []
-    http_config = uvicorn.Config(
+    config = uvicorn.Config(
         make_app(server),
         host=args.host,
         port=args.port,
@@ -188,14 +205,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
-    http = Draining(http_config)
+    http = Draining(config)
 
     async def serve() -> None:
-        listening = http_config.bind_socket()
+        listening = config.bind_socket()
         host, port = listening.getsockname()[:2]
         where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         print(
-            f"{name}: {engine.config.slots} slots of {args.max_length} tokens, "
+            f"{server.served.name}: {args.slots} slots of {args.max_length} tokens, "
             f"mode {args.mode}; at {where}",
             flush=True,
         )
