@@ -198,8 +198,13 @@ def _milliseconds(ms: float | None) -> str:
 
 def _title(result: BenchResult) -> str:
     models = " + ".join(name for name in (result.target, result.drafter) if name)
-    label = "synthetic acceptance: " if result.synthetic else ""
-    return f"{label}{models} on {device_name(result)}, {result.date[:10]}"
+    return f"{models} on {device_name(result)}, {result.date[:10]}"
+
+
+def _picture_title(result: BenchResult) -> str:
+    """A picture goes on its own way, so it says itself what was drawn and not drafted."""
+    note = "\nsynthetic acceptance, random weights" if result.synthetic else ""
+    return _title(result) + note
 
 
 def device_name(result: BenchResult) -> str:
@@ -320,7 +325,7 @@ def plot_reliability(result: BenchResult, arm: str, path: Path) -> None:
         axes.scatter(x, y, s=sizes, alpha=0.8, **style)
     axes.set_xlabel("predicted survival of verified drafts", color=INK)
     axes.set_ylabel("share that survived", color=INK)
-    title = f"{arm_name(arm)}: chances and outcomes\n{_title(result)}"
+    title = f"{arm_name(arm)}: chances and outcomes\n{_picture_title(result)}"
     axes.set_title(title, loc="left", fontsize=9, color=INK)
     axes.grid(color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
@@ -377,7 +382,7 @@ def plot(result: BenchResult, path: Path) -> None:
     styles = arm_styles(arms)
     layout = ConstrainedLayoutEngine(h_pad=0.1, w_pad=0.1)
     figure = Figure(figsize=(11, 5.2), layout=layout, facecolor="white")
-    figure.suptitle(_title(result), fontsize=13, fontweight="bold", color=INK)
+    figure.suptitle(_picture_title(result), fontsize=13, fontweight="bold", color=INK)
     rate_axes, ratio_axes = figure.subplots(1, 2)
     for arm in arms:
         own = [row for row in rows if row.arm == arm]

@@ -141,6 +141,7 @@ def test_the_script_runs_the_day(tmp_path):
     assert "--tiny" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_tiny_day(tmp_path):
     """All stages, as processes, on next to nothing."""
     pytest.importorskip("matplotlib")
