@@ -202,7 +202,7 @@ def _title(result: BenchResult) -> str:
 
 
 def _picture_title(result: BenchResult) -> str:
-    """A picture goes on its own way, so it says itself what was drawn and not drafted."""
+    """Says whether drafts were drawn, for a picture is passed on without its table."""
     note = "\nsynthetic acceptance, random weights" if result.synthetic else ""
     return _title(result) + note
 

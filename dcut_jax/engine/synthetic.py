@@ -1,8 +1,8 @@
 """A target that counts and a drafter that guesses it, to time steps without weights.
 
 Both have random weights of a described size. Embedding and head of the target are set
-so that one word wins at every position, by a margin that no rounding closes: texts of
-plainly random weights part in bfloat16 at once, for their best logits all but tie.
+so that one word wins at every position, by a margin that no rounding closes: the best
+logits of plainly random weights all but tie, and in bfloat16 the batch would decide.
 """
 
 import hashlib

@@ -121,7 +121,7 @@ CASES = (
         fresh_dtype=np.float32,
     ),
 )
-REAL = {"page": PAGE, "pages": 10, "columns": 4}
+REAL: dict[str, Any] = {"page": PAGE, "pages": 10, "columns": 4}
 MORE_CASES = (
     case("real_pages", [300, 1, 128], rows=4, **REAL),
     case("anchors", [257, 17], rows=1, **REAL),
