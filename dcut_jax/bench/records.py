@@ -166,6 +166,8 @@ class BenchResult:
                 f"expected a bench record of version {VERSION}, found {found}; "
                 f"run the bench again, or read it with the release that wrote it"
             )
+        if data.get("synthetic") is None:
+            data.pop("synthetic", None)  # no number that is not finite, but nothing
         cells = tuple(_build(Cell, c) for c in data.get("cells", ()))
         checks = tuple(_text_check(c) for c in data.get("checks", ()))
         known = tuple(_reliability(r) for r in data.get("reliability", ()))
