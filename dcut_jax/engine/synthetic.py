@@ -63,9 +63,12 @@ def read_synthetic(path: Path) -> Synthetic:
 
 
 def usual_drafter_config(
-    target: ModelConfig, drafts: int, layers: int = DRAFTER_LAYERS
+    target: ModelConfig, drafts: int, layers: int
 ) -> DrafterConfig:
-    """A DFlash drafter in the proportions of the one published for Qwen3-8B."""
+    """A DFlash drafter in the proportions of the one published for Qwen3-8B.
+
+    It has five layers and as many taps.
+    """
     taps = np.linspace(1, max(target.layers - 3, 1), min(layers, DRAFTER_TAPS))
     full: LayerType = "full_attention"
     return DrafterConfig(
@@ -124,7 +127,7 @@ def synthetic_models(
     own, advance = counting(loaded.cfg, loaded.params)
     loaded = replace(loaded, params=own)
     drafts = min(len(stated.survival), DRAFTER_BLOCK - 1)
-    cfg = usual_drafter_config(loaded.cfg, drafts)
+    cfg = usual_drafter_config(loaded.cfg, drafts, DRAFTER_LAYERS)
     tables = {"draft_embed_VE": own["embed_VE"], "draft_head_VE": dense.head_VE(own)}
     draft_type = jnp.dtype(draft_dtype)
     models = Models(

@@ -11,7 +11,7 @@ import pytest
 
 from dcut_jax.bench.published import load_published
 from dcut_jax.decode.compile import Compiler
-from dcut_jax.engine import engine
+from dcut_jax.engine import engine, synthetic
 from dcut_jax.engine.engine import Engine, EngineConfig
 from dcut_jax.engine.load import load_pair
 from dcut_jax.engine.policy import FixedPolicy
@@ -49,10 +49,13 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pair(files):
+    """With a drafter of one layer, which compiles sooner."""
     config, survival = files
-    return load_pair(
-        f"random:{config}", f"synthetic:{survival}", "bfloat16", "bfloat16"
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(synthetic, "DRAFTER_LAYERS", 1)
+        return load_pair(
+            f"random:{config}", f"synthetic:{survival}", "bfloat16", "bfloat16"
+        )
 
 
 def said(target, tokens):
@@ -71,7 +74,7 @@ def said(target, tokens):
 @pytest.fixture(scope="module")
 def texts(pair):
     """Requests, and what an engine that drafts makes of them."""
-    config = EngineConfig(8, 100, cache_dtype="bfloat16")
+    config = EngineConfig(8, 100)
     requests = [Request((3 * i % 200, 7, 11 * i % 200), 80) for i in range(8)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "PREFILL_CHUNKS", (32,))  # one to compile
