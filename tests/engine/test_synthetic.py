@@ -82,7 +82,14 @@ def texts(pair):
         return requests, drafting.generate(requests), drafting
 
 
-def test_the_text_is_the_targets_which_counts_also_in_bfloat16(texts, pair):
+def test_the_target_counts_also_in_bfloat16(pair):
+    assert pair.target.params["embed_VE"].dtype == jnp.bfloat16
+    text = [*(n % 200 for n in range(150, 250)), 7, 190, 3]
+    assert said(pair.target, text) == [(token + 1) % 200 for token in text]
+
+
+@pytest.mark.slow
+def test_the_text_is_the_targets(texts, pair):
     requests, found, _ = texts
     for request, done in zip(requests, found, strict=True):
         last = request.prompt[-1]
@@ -91,6 +98,7 @@ def test_the_text_is_the_targets_which_counts_also_in_bfloat16(texts, pair):
     assert said(pair.target, first)[len(requests[0].prompt) - 1 : -1] == found[0].tokens
 
 
+@pytest.mark.slow
 def test_drafts_are_accepted_as_often_as_stated(texts):
     _, found, drafting = texts
     steps = sum(done.steps for done in found)
