@@ -28,6 +28,8 @@ _DISPERSION = 1.5
 _SAVED_STEPS = 3
 # Times `probe_every` after which the narrowest width is probed whatever it costs.
 _LONGEST_SPELL = 8
+# Plain decoding is not tried again where it is further behind than costs may err.
+_COSTS_ERR = 2.0
 
 
 class StepCosts(NamedTuple):
@@ -192,8 +194,10 @@ class WidthChooser:
     one that costs much is rare. Each is charged what it is expected to lose, and once
     its outcome is known what it did: promises err, and what they err by would otherwise
     be lost again and again. A width that promises more than plain decoding but not
-    safely is tried at once, and for as long as its budget covers what it loses. Only
-    the narrowest is never left out for longer than eight times `probe_every` steps.
+    safely is tried at once, and for as long as its budget covers what it loses. Plain
+    decoding is tried like a width, unless it is further behind than costs may err. Only
+    it and the narrowest are never left out for longer than eight times
+    `probe_every` steps.
 
     Attributes:
       widths: the ladder, rising. With 0 in it, a step may draft nothing.
@@ -245,7 +249,7 @@ class WidthChooser:
         """The coming step's choice, where steps cost `costs`."""
         step, self._step = self._step, self._step + 1
         choice = self._pick(step, costs)
-        if choice.planned:
+        if choice.planned or choice == PLAIN:
             self._looked[choice.width] = step
         return choice
 
@@ -277,16 +281,22 @@ class WidthChooser:
     def _probe(
         self, step: int, best: Choice, promises: dict[Choice, Promise]
     ) -> Choice | None:
-        """A planned step of a width that is due and paid for."""
+        """A planned step of a width that is due and paid for, or a plain step.
+
+        Plain decoding has nothing to show but its time. But what has not run for long
+        has the costs of long ago, and these were once compared in a bad moment.
+        """
         # Nothing is known of the best if it was never looked at, nor then lost.
         most = promises[best].per_ms
-        earned_ms = self.probe_share * promises[best].ms / len(self.drafting)
+        some = [Choice(width, planned=True) for width in self.drafting]
+        if PLAIN in promises and promises[PLAIN].per_ms * _COSTS_ERR > most:
+            some.append(PLAIN)
+        others = [choice for choice in some if choice in promises and choice != best]
+        parts = max(len(others), len(self.drafting))
+        earned_ms = self.probe_share * promises[best].ms / parts
         due: dict[Choice, _Charge] = {}
-        for width in self.drafting:
-            choice = Choice(width, planned=True)
-            if choice == best or choice not in promises:
-                continue
-            promise = promises[choice]
+        for choice in others:
+            width, promise = choice.width, promises[choice]
             behind = 1 - promise.per_ms / most if most > 0 else 0.0
             loss_ms = promise.ms * max(behind, 0.0)
             # Each has its own budget: a cheap probe takes nothing from a dear one. It
@@ -296,7 +306,7 @@ class WidthChooser:
             self._budget_ms[width] = budget_ms
             waited = step - self._looked.get(width, -self.probe_every)
             longest = self.probe_every * _LONGEST_SPELL
-            forced = width == self.drafting[0] and waited >= longest
+            forced = width in (0, self.drafting[0]) and waited >= longest
             # What may be better than plain decoding is tried again once it is known
             # how the last try went, for as long as tries do not lose.
             doubted = best == PLAIN and loss_ms == 0 and width not in self._charged
@@ -307,7 +317,7 @@ class WidthChooser:
             return None
         probe = min(due, key=lambda c: self._looked.get(c.width, -1))
         self._budget_ms[probe.width] -= due[probe].loss_ms
-        if most > 0:
+        if most > 0 and probe != PLAIN:
             self._charged[probe.width] = due[probe]
         return probe
 

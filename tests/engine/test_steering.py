@@ -1,5 +1,6 @@
 """What D-Cut learns while it decodes, and what requests may ask of it."""
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -8,7 +9,6 @@ import pytest
 from dcut_jax.cost.online import Correction
 from dcut_jax.cut.width import Choice
 from dcut_jax.decode.compile import Compiler
-from dcut_jax.engine import steering as steering_module
 from dcut_jax.engine.engine import Engine, EngineConfig
 from dcut_jax.engine.policy import (
     DCutPolicy,
@@ -29,13 +29,19 @@ HARD = (3, 91, 17, 64, 2)
 def build(pair, compiler, invented_table):
     """An engine whose policy has invented costs."""
 
-    def make(verify_ms, draft_ms=lambda width: 1e-3, config=CONFIG, **choice):
+    def make(
+        verify_ms,
+        draft_ms=lambda width: 1e-3,
+        config=CONFIG,
+        clock=time.perf_counter,
+        **choice,
+    ):
         policy = replace(unmeasured(), **({"correct": False} | choice))
         shapes = config.shapes(pair)
         table = invented_table(policy, shapes, verify_ms, draft_ms=draft_ms)
         policy = replace(policy, table=table)
         used = compiler if config == CONFIG else Compiler(pair, "float32")
-        return Engine(pair, config, policy, compiler=used)
+        return Engine(pair, config, policy, compiler=used, clock=clock)
 
     return make
 
@@ -321,21 +327,12 @@ def test_a_plan_whose_request_was_halted_teaches_nothing(build, requests):
     assert [len(weight_B) for _, weight_B in looks] == [r.active for r in taught]
 
 
-class Clock:
-    """Stands in for time: it moves when work is dispatched, by a known amount."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def perf_counter(self):
-        return self.now
-
-
 @pytest.mark.parametrize("phases", [False, True])
 def test_all_work_is_timed_from_before_it_is_dispatched(build, monkeypatch, phases):
-    engine = build(wide_is_free, correct=True, plain=False, bypass=False)
-    clock, seen = Clock(), []
-    monkeypatch.setattr(steering_module, "time", clock)
+    now, seen = [0.0], []  # time moves when work is dispatched, by a known amount
+    engine = build(
+        wide_is_free, clock=lambda: now[0], correct=True, plain=False, bypass=False
+    )
     engine.steering.correction.observe = lambda work, ms: seen.append((len(work), ms))
     compiler = engine.compiler
 
@@ -346,7 +343,7 @@ def test_all_work_is_timed_from_before_it_is_dispatched(build, monkeypatch, phas
             run = look_up(*key)
 
             def slow(*args):
-                clock.now += 1.0
+                now[0] += 1.0
                 return run(*args)
 
             return slow

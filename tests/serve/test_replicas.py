@@ -9,7 +9,8 @@ import pytest
 from dcut_jax.engine.load import load_pair
 from dcut_jax.generate import generate
 
-pytestmark = pytest.mark.ray
+# Ray and what it brings warn of their own deprecations.
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("default")]
 
 FLAGS = ["--mode", "ar", "--slots", "2", "--max-length", "96"]
 PROMPTS = [f"Count from {n} to {n + 5}." for n in range(12)]
