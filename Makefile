@@ -101,6 +101,6 @@ aot-cuda: .venv-cuda/.ready
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-parity .venv-tpu .venv-cuda aot-out build dist *.egg-info
+	rm -rf .venv .venv-parity .venv-tpu .venv-cuda .venv-gpu aot-out build dist *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -22,18 +22,17 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from dcut_jax.cli import run
 from dcut_jax.config import (
-    DrafterConfig,
-    LayerType,
     ModelConfig,
     RopeConfig,
     model_config_from_hf,
+    read_config,
 )
-from dcut_jax.cost.shapes import read_config
 from dcut_jax.cost.table import CostTable
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.decode.placing import abstract
 from dcut_jax.decode.steps import Models, StepShapes, anchors_only, everything
 from dcut_jax.engine.policy import DCutPolicy
+from dcut_jax.engine.synthetic import usual_drafter_config
 from dcut_jax.files import write_text
 from dcut_jax.mesh import Placement
 from dcut_jax.models.cache import capacity
@@ -41,6 +40,7 @@ from pallas_kernels import targets
 from pallas_kernels.backends import defaults
 from pallas_kernels.budget_topk import budget_topk
 from pallas_kernels.confidence import head_confidence
+from pallas_kernels.verify_attention import Pages, verify_attention
 
 WIDTH = 15  # drafts of a block
 DRAFT_LAYERS = 5
@@ -79,26 +79,7 @@ CUDA_TARGETS = tuple(
 
 def with_drafter(target: ModelConfig) -> Models:
     """A target, and a drafter of five layers of its own shape, as DFlash's are."""
-    taps = np.linspace(1, max(target.layers - 3, 1), DRAFT_LAYERS).round()
-    layers = tuple(sorted({int(layer) for layer in taps}))
-    full: LayerType = "full_attention"
-    draft = DrafterConfig(
-        vocab=target.vocab,
-        embed=target.embed,
-        mlp=target.mlp,
-        layers=DRAFT_LAYERS,
-        heads=target.heads,
-        kv_heads=target.kv_heads,
-        head_dim=target.head_dim,
-        rope=target.rope,
-        norm_eps=target.norm_eps,
-        block=WIDTH + 1,
-        mask_token=target.vocab - 1,
-        target_layers=layers,
-        target_depth=target.layers,
-        layer_types=(full,) * DRAFT_LAYERS,
-        causal=(False,) * DRAFT_LAYERS,
-    )
+    draft = usual_drafter_config(target, WIDTH, DRAFT_LAYERS)
     return Models(target, draft, {})
 
 
@@ -206,6 +187,48 @@ def kernel_rows(target: Target) -> Iterator[Row]:
                 target.name,
                 f"confidence {backend} {N}x{E}, {V} words",
                 partial(compiled, fn, ((N, E), jnp.float32), ((V, E), jnp.bfloat16)),
+            )
+    yield from attention_rows(target.name, device.platform, compiled)
+
+
+ATTENTIONS = [  # requests, rows, heads, key/value heads, head dimension
+    (16, 1, 9, 3, 64),
+    (64, 8, 32, 8, 128),
+    (256, 16, 32, 4, 128),
+    (1, 128, 64, 8, 128),
+]
+CACHE_PAGES, TABLE = 4096, POSITIONS // 128
+
+
+def attention_rows(
+    target: str, platform: str, compiled: Callable[..., Any]
+) -> Iterator[Row]:
+    """`verify_attention` over a cache that is large beside all else.
+
+    A hidden copy of the cache, in another layout, would be seen among the temporaries.
+    """
+    for backend in ("xla", "pallas_tpu") if platform == "tpu" else ("xla",):
+        for B, J, H, G, D in ATTENTIONS:
+
+            def attend(q, k, v, mask, k_pages, v_pages, page_BN, length_B):
+                pages = Pages(k_pages, v_pages, 1, page_BN, length_B)
+                return verify_attention(q, k, v, mask, pages, backend=backend)  # noqa: B023
+
+            fresh = ((B, J, G, D), jnp.bfloat16)
+            shapes = (
+                ((B, J, H, D), jnp.float32),
+                fresh,
+                fresh,
+                ((B, J, J), jnp.bool_),
+                ((2, CACHE_PAGES, G, D, 128), jnp.bfloat16),
+                ((2, CACHE_PAGES, G, 128, D), jnp.bfloat16),
+                ((B, TABLE), jnp.int32),
+                ((B,), jnp.int32),
+            )
+            yield compiled_row(
+                target,
+                f"attention {backend} {B}x{J}, {H}/{G}x{D}",
+                partial(compiled, attend, *shapes),
             )
 
 

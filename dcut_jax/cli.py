@@ -21,9 +21,10 @@ from rich.progress import (
 from dcut_jax.axes import MESH_AXES
 from dcut_jax.config import ConfigError
 from dcut_jax.engine.load import NO_DRAFTER
+from dcut_jax.engine.synthetic import SYNTHETIC
 from dcut_jax.mesh import STRATEGIES, Placement, make_placement
 from dcut_jax.processes import ends_with_others, first, join
-from dcut_jax.weights.load import SMOLLM2, SMOLLM2_MOE
+from dcut_jax.weights.load import RANDOM, SMOLLM2, SMOLLM2_MOE
 
 DTYPES = ("float32", "bfloat16", "float16")
 TRACEBACK = "DCUT_TRACEBACK"
@@ -36,14 +37,15 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target",
         default=SMOLLM2,
-        help=f"a Hugging Face directory, a GGUF file, {SMOLLM2_MOE!r}, or {SMOLLM2!r} "
-        "(default)",
+        help=f"a Hugging Face directory, a GGUF file, {SMOLLM2_MOE!r}, {RANDOM}PATH of "
+        f"a config for random weights, or {SMOLLM2!r} (default)",
     )
     parser.add_argument(
         "--drafter",
         default=None,
         help="a DFlash checkpoint's directory; default: the one shipped for the "
-        f"target; {NO_DRAFTER!r} for plain decoding alone",
+        f"target; {NO_DRAFTER!r} for plain decoding alone; {SYNTHETIC}FILE, beside "
+        "random weights, for drafts that are right as often as the file says",
     )
     parser.add_argument("--dtype", default="float32", choices=DTYPES)
     parser.add_argument(

@@ -1,7 +1,10 @@
 """Model descriptions: frozen dataclasses, read from a checkpoint's `config.json`."""
 
+import json
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 
@@ -387,3 +390,25 @@ def model_config_from_hf(raw: Mapping[str, Any], where: str) -> ModelConfig:
         qk_norm=bool(_require(raw, "qk_norm", where)) if own else _QK_NORM[known[0]],
         experts=read_experts(raw, layers, own, where) if known[0] in _MOE else None,
     )
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A `config.json`, a TOML file with its names, or a directory with the former.
+
+    Raises:
+      ConfigError: there is no such file, or it is neither.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        text = file.read_text()
+        raw = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
+    except OSError as error:
+        raise ConfigError(
+            f"expected a model's config.json, or a TOML file with its names, at "
+            f"{path}, found {error}; the project's own are in configs/targets"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{file}: expected names and values, found {raw!r}")
+    return raw

@@ -18,8 +18,7 @@ from dcut_jax.cli import (
     positives,
     run,
 )
-from dcut_jax.config import ConfigError, model_config_from_hf
-from dcut_jax.cost.shapes import read_config
+from dcut_jax.config import ConfigError, model_config_from_hf, read_config
 from dcut_jax.cost.table import CostError, CostTable, Fingerprint
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.engine.engine import EngineConfig

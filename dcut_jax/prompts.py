@@ -7,9 +7,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 DIRECTORY = Path(__file__).with_name("prompt_data")
 SETS = ("gsm8k", "humaneval", "mt_bench")
 DEFAULT = "default"
+RANDOM = "random:"  # before a number: prompts of so many random tokens
 # One turn of the default mix. It divides every set evenly, so no set runs out first.
 MIX = ("gsm8k", "humaneval", "gsm8k", "mt_bench")
 
@@ -148,3 +151,27 @@ def is_unicode(text: str) -> bool:
 def _shorten(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def random_length(source: str | Path) -> int | None:
+    """The tokens of each prompt that "random:LENGTH" asks for; None for other sources.
+
+    Raises:
+      PromptError: a length that is none.
+    """
+    text = str(source)
+    if not text.startswith(RANDOM):
+        return None
+    length = text.removeprefix(RANDOM)
+    if not length.isdecimal() or not int(length):
+        raise PromptError(
+            f"prompts {text!r}: expected {RANDOM} and the number of tokens of each, at "
+            f"least 1, as in {RANDOM}64"
+        )
+    return int(length)
+
+
+def random_ids(length: int, count: int, vocab: int) -> list[tuple[int, ...]]:
+    """Prompts of random tokens, the same ones each time; for random weights."""
+    ids_NL = np.random.default_rng(0).integers(0, vocab, (count, length))
+    return [tuple(row) for row in ids_NL.tolist()]

@@ -25,6 +25,7 @@ from pallas_kernels.backends import RUNS_ON, Backend, device_kind
 from pallas_kernels.budget_topk import budget_topk
 from pallas_kernels.confidence import head_confidence
 from pallas_kernels.targets import export_for
+from pallas_kernels.verify_attention import Pages, verify_attention
 
 REPEATS = 30
 IN_FLIGHT = 10  # calls between two waits, so that starting them is not what is timed
@@ -38,6 +39,7 @@ class Work:
       run: of a backend; the rest are its arguments.
       bytes, flops: what any form of it must at least move and work out.
       kernels: backends that it has beside XLA.
+      tolerance: of floats, where they are compared with those of XLA's form.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Work:
     bytes: int
     flops: int
     kernels: tuple[Backend, ...]
+    tolerance: float = 1e-4
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,51 @@ def confidence_work(N: int, E: int, V: int) -> Work:
     )
 
 
+def attention_work(
+    B: int, J: int, context: int, H: int, G: int, D: int, page: int = 128
+) -> Work:
+    """`verify_attention` of requests of `context / 2` to `context` cached positions."""
+    lengths = np.linspace(context // 2, context, B).astype(np.int32)
+    columns = -(-context // page)
+
+    def args() -> tuple[Any, ...]:
+        keys = jax.random.split(jax.random.key(0), 5)
+
+        def values(key: Any, *shape: int, dtype: Any = jnp.bfloat16) -> Any:
+            return jax.random.normal(key, shape, dtype)
+
+        fresh = values(keys[1], B, J, G, D), values(keys[2], B, J, G, D)
+        mask_BJJ = np.broadcast_to(np.tril(np.ones((J, J), bool))[None], (B, J, J))
+        table = np.random.default_rng(0).permutation(B * columns)
+        return (
+            values(keys[0], B, J, H, D, dtype=jnp.float32),
+            *fresh,
+            jnp.asarray(mask_BJJ),
+            values(keys[3], 1, B * columns, G, D, page),
+            values(keys[4], 1, B * columns, G, page, D),
+            jnp.asarray(table.reshape(B, columns), jnp.int32),
+            jnp.asarray(lengths),
+        )
+
+    def run(backend: Backend) -> Callable[..., Any]:
+        def attend(q, k, v, mask, k_pages, v_pages, page_BN, length_B):
+            pages = Pages(k_pages, v_pages, 0, page_BN, length_B)
+            return verify_attention(q, k, v, mask, pages, backend=backend)
+
+        return attend
+
+    seen = int(lengths.sum()) + B * J  # keys and values that have to be read
+    return Work(
+        name=f"attention {B}x{J} over {context}, {H}/{G}x{D}",
+        run=run,
+        args=args,
+        bytes=2 * 2 * seen * G * D + 2 * 4 * B * J * H * D,
+        flops=4 * seen * J * H * D,
+        kernels=("pallas_tpu",),
+        tolerance=1e-2,  # weights are rounded to bfloat16 before they meet values
+    )
+
+
 WORKS = (
     topk_work(16, 15, 8),
     topk_work(64, 15, 8),
@@ -109,16 +157,24 @@ WORKS = (
     confidence_work(64, 2048, 151936),
     confidence_work(512, 4096, 151936),
     confidence_work(4096, 4096, 151936),
+    attention_work(16, 16, 2048, 32, 8, 128),
+    attention_work(64, 1, 4096, 32, 8, 128),
+    attention_work(64, 8, 4096, 32, 4, 128),
+    attention_work(256, 4, 1024, 32, 8, 128),
 )
-SMALL_WORKS = (topk_work(16, 7, 4), confidence_work(8, 64, 1300))
+SMALL_WORKS = (
+    topk_work(16, 7, 4),
+    confidence_work(8, 64, 1300),
+    attention_work(2, 3, 20, 4, 2, 16, page=8),
+)
 
 
-def difference(got: Any, want: Any) -> str:
+def difference(got: Any, want: Any, tolerance: float = 1e-4) -> str:
     """ "equal" where integers are and floats nearly; else how far apart they are."""
     worst = 0.0
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         apart = np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64))
-        allowed = 0.0 if np.issubdtype(a.dtype, np.integer) else 1e-4
+        allowed = 0.0 if np.issubdtype(a.dtype, np.integer) else tolerance
         if (apart > allowed).any():
             worst = max(worst, float(apart.max()))
     return "equal" if worst == 0.0 else f"differs by {worst:.3g}"
@@ -130,7 +186,8 @@ def check_on_cpu(works: Sequence[Work], platforms: Sequence[str]) -> Iterator[Re
         args = work.args()
         want = jax.jit(work.run("xla"))(*args)
         got = jax.jit(work.run("pallas_interpret"))(*args)
-        yield Record(work.name, "pallas_interpret", checked=difference(got, want))
+        checked = difference(got, want, work.tolerance)
+        yield Record(work.name, "pallas_interpret", checked=checked)
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
         for backend in work.kernels:
             platform = "tpu" if backend == "pallas_tpu" else "cuda"
@@ -152,7 +209,7 @@ def time_here(works: Sequence[Work], device: Any) -> Iterator[Record]:
             yield Record(
                 work=work.name,
                 backend=backend,
-                checked=difference(run(*args), want),
+                checked=difference(run(*args), want, work.tolerance),
                 median_ms=timed(run, *args),
                 floor_ms=floor_ms,
             )

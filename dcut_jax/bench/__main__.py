@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import jax
@@ -66,7 +66,13 @@ from dcut_jax.engine.profile import cpu_model, default_directory
 from dcut_jax.engine.requests import Request
 from dcut_jax.mesh import Placement
 from dcut_jax.processes import first
-from dcut_jax.prompts import DEFAULT, load_prompts
+from dcut_jax.prompts import (
+    DEFAULT,
+    load_prompts,
+    random_ids,
+    random_length,
+)
+from dcut_jax.weights.load import Target
 
 # Timed at each batch size in each round: a dozen steps are too few to compare arms by.
 LEAST_TOKENS = 96
@@ -101,7 +107,12 @@ def parser() -> argparse.ArgumentParser:
         f"with widths {', '.join(map(str, WIDTHS))} as far as the drafter goes. "
         f"Also, D-Cut without one of its terms: {', '.join(WITHOUT)}",
     )
-    p.add_argument("--prompts", default=DEFAULT, help="a shipped set or a JSONL file")
+    p.add_argument(
+        "--prompts",
+        default=DEFAULT,
+        help="a shipped set, a JSONL file, or random:LENGTH, tokens at random for a "
+        "target without a tokenizer",
+    )
     p.add_argument("--limit", type=positive, default=32, help="prompts to use")
     p.add_argument(
         "--max-new-tokens", type=positive, default=64, help="at least 2 (default: 64)"
@@ -183,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.peer:
         require_torch()
     started = time.perf_counter()
-    prompts = load_prompts(args.prompts, args.limit)
+    read_prompts = prompt_reader(args.prompts, args.limit)
     placement = placement_of(args)
     if first():
         args.out.mkdir(parents=True, exist_ok=True)
@@ -192,15 +203,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arms = args.arms or default_arms(most)
     for name in arms:
         policy_of(name, unmeasured, most)
-    text = pair.target.text()
-    ids = [tuple(text.chat(list(p.messages))) for p in prompts]
-    requests = [Request(i, args.max_new_tokens, text.eos_ids) for i in ids]
+    ids, stop = read_prompts(pair.target)
+    requests = [Request(i, args.max_new_tokens, stop) for i in ids]
     peer = TransformersPeer(pair.target, requests) if args.peer else None
 
     length = args.max_length or max(map(len, ids)) + args.max_new_tokens
     configs = {
         batch: EngineConfig(
-            batch, length, max(len(text.eos_ids), 1), cache_dtype=args.cache_dtype
+            batch, length, max(len(stop), 1), cache_dtype=args.cache_dtype
         )
         for batch in args.batch_sizes
     }
@@ -254,6 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         cells=tuple(cells),
         checks=checks,
         cache_dtype=args.cache_dtype,
+        synthetic=asdict(made) if (made := pair.models.synthetic) else None,
         reliability=tuple(
             known
             for by_name in engines.values()
@@ -265,6 +276,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         report(result, args.out, plots=not args.no_plot, started=started)
     tie = max(NEAR_TIE[args.dtype], NEAR_TIE[args.cache_dtype])
     return 1 if wrong_arms(checks, tie) else 0
+
+
+def prompt_reader(
+    source: str, limit: int
+) -> Callable[[Target], tuple[list[tuple[int, ...]], tuple[int, ...]]]:
+    """From a target to token ids of prompts, and what ends a text.
+
+    Whatever is wrong with the source is found here, before a target is loaded.
+    """
+    if (length := random_length(source)) is not None:
+        return lambda target: (random_ids(length, limit, target.cfg.vocab), ())
+    prompts = load_prompts(source, limit)
+
+    def read(target: Target) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
+        text = target.text()
+        ids = [tuple(text.chat(list(p.messages))) for p in prompts]
+        return ids, tuple(text.eos_ids)
+
+    return read
 
 
 def report(result: BenchResult, out: Path, *, plots: bool, started: float) -> None:

@@ -120,6 +120,8 @@ class BenchResult:
       prompts: how many were decoded, up to `max_new_tokens` tokens each.
       compile_s, profile_s: spent before the first cell, in none of them.
       reliability: of arms that plan.
+      synthetic: how often drafts were right and from where that is, if they were drawn
+        and not drafted (`decode.synthetic`); None of a drafter.
     """
 
     command: str
@@ -137,6 +139,7 @@ class BenchResult:
     checks: tuple[TextCheck, ...]
     cache_dtype: str = "float32"
     reliability: tuple[Reliability, ...] = ()
+    synthetic: Mapping[str, Any] | None = None
 
     def to_json(self) -> str:
         """One line. Numbers that are not finite become null, which JSON can hold."""
@@ -163,6 +166,8 @@ class BenchResult:
                 f"expected a bench record of version {VERSION}, found {found}; "
                 f"run the bench again, or read it with the release that wrote it"
             )
+        if data.get("synthetic") is None:
+            data.pop("synthetic", None)  # no number that is not finite, but nothing
         cells = tuple(_build(Cell, c) for c in data.get("cells", ()))
         checks = tuple(_text_check(c) for c in data.get("checks", ()))
         known = tuple(_reliability(r) for r in data.get("reliability", ()))

@@ -201,6 +201,12 @@ def _title(result: BenchResult) -> str:
     return f"{models} on {device_name(result)}, {result.date[:10]}"
 
 
+def _picture_title(result: BenchResult) -> str:
+    """Says whether drafts were drawn, for a picture is passed on without its table."""
+    note = "\nsynthetic acceptance, random weights" if result.synthetic else ""
+    return _title(result) + note
+
+
 def device_name(result: BenchResult) -> str:
     """The device, for people; of a CPU its model and cores."""
     machine = result.machine
@@ -221,12 +227,23 @@ def _caption(result: BenchResult, rows: Sequence[Row]) -> str:
         dtypes += f", caches {result.cache_dtype}"
     return (
         f"{result.prompts} prompts, {result.max_new_tokens} new tokens each; {dtypes}\n"
+        f"{_synthetic_note(result)}"
         f"medians of {rounds} {'round' if rounds == 1 else 'rounds'}; ±: half the "
         f"spread; × AR: within a round\n"
         f"E[L]: tokens per request and step; kept: rows verified, of full width\n"
         f"width: drafts asked for; ms: per step, every phase waited for\n"
         f"not in these times: {result.compile_s:.0f} s of compiling, "
         f"{result.profile_s:.0f} s of measuring costs"
+    )
+
+
+def _synthetic_note(result: BenchResult) -> str:
+    """A line that says that drafts were drawn; nothing of a drafter."""
+    if result.synthetic is None:
+        return ""
+    return (
+        "SYNTHETIC: random weights; drafts are right as often as this says, and "
+        f"cost what a drafter's cost: {result.synthetic['name']}\n"
     )
 
 
@@ -308,7 +325,7 @@ def plot_reliability(result: BenchResult, arm: str, path: Path) -> None:
         axes.scatter(x, y, s=sizes, alpha=0.8, **style)
     axes.set_xlabel("predicted survival of verified drafts", color=INK)
     axes.set_ylabel("share that survived", color=INK)
-    title = f"{arm_name(arm)}: chances and outcomes\n{_title(result)}"
+    title = f"{arm_name(arm)}: chances and outcomes\n{_picture_title(result)}"
     axes.set_title(title, loc="left", fontsize=9, color=INK)
     axes.grid(color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
@@ -365,7 +382,7 @@ def plot(result: BenchResult, path: Path) -> None:
     styles = arm_styles(arms)
     layout = ConstrainedLayoutEngine(h_pad=0.1, w_pad=0.1)
     figure = Figure(figsize=(11, 5.2), layout=layout, facecolor="white")
-    figure.suptitle(_title(result), fontsize=13, fontweight="bold", color=INK)
+    figure.suptitle(_picture_title(result), fontsize=13, fontweight="bold", color=INK)
     rate_axes, ratio_axes = figure.subplots(1, 2)
     for arm in arms:
         own = [row for row in rows if row.arm == arm]

@@ -3,8 +3,6 @@
 Read from Hugging Face's `config.json`, or from a TOML file with the same names.
 """
 
-import json
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +13,7 @@ from dcut_jax.config import (
     DrafterConfig,
     ModelConfig,
     model_config_from_hf,
+    read_config,
 )
 
 # Of the published DFlash drafter for Qwen3-8B: five layers as wide as the target's,
@@ -208,28 +207,6 @@ def usual_drafter(target: ModelShape) -> DrafterShape:
         head_dim=target.head_dim,
         mlp=target.mlp,
     )
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """A `config.json`, a TOML file with its names, or a directory with the former.
-
-    Raises:
-      ConfigError: there is no such file, or it is neither.
-    """
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        text = file.read_text()
-        raw = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
-    except OSError as error:
-        raise ConfigError(
-            f"expected a model's config.json, or a TOML file with its names, at "
-            f"{path}, found {error}; the project's own are in configs/targets"
-        ) from error
-    except ValueError as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from error
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{file}: expected names and values, found {raw!r}")
-    return raw
 
 
 def read_shape(path: Path) -> ModelShape:

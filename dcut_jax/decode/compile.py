@@ -60,12 +60,14 @@ class Compiler:
             models.target,
             models.drafter,
             models.placement,
+            models.synthetic,
             theirs,
             jnp.dtype(cache_dtype),
         ) == (
             self.models.target,
             self.models.drafter,
             self.models.placement,
+            self.models.synthetic,
             self._params,
             self.cache_dtype,
         )

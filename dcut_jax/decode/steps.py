@@ -20,6 +20,7 @@ from dcut_jax.decode.propose import propose
 from dcut_jax.decode.sample import Sampling, log_probability, next_token, sound
 from dcut_jax.decode.shards import Axes, from_shard, gathered, own, own_slot
 from dcut_jax.decode.state import BROKEN, COUNTS, DecodeState, Outcome, to_wire
+from dcut_jax.decode.synthetic import Synthetic, drawn_drafts
 from dcut_jax.decode.verify import prefill_rows, verify_rows
 from dcut_jax.mesh import Placement
 from dcut_jax.models import dense, drafter
@@ -45,6 +46,8 @@ class Models:
     `params` holds `target`; with a drafter also `drafter`, and `draft_embed_VE` and
     `draft_head_VE`, the target's tables in the drafter's dtype.
 
+    With `synthetic` drafts are drawn and the drafter's own thrown away, for timing.
+
     With a `placement` parameters lie on its mesh (`decode.placing.on_mesh` puts them
     there), and the functions below are mapped over it: each device runs them with its
     own parameters and slots.
@@ -54,6 +57,7 @@ class Models:
     drafter: DrafterConfig | None
     params: dict[str, Any]
     placement: Placement | None = None
+    synthetic: Synthetic | None = None
 
     @property
     def over(self) -> str | None:
@@ -171,6 +175,9 @@ def draft(
         models.over,
         backends,
     )
+    if models.synthetic is not None:
+        vocab, at_B = models.target.vocab, state.length_B
+        best = drawn_drafts(models.synthetic, best, state.anchor_B, at_B, vocab)
     pad = ((0, 0), (0, columns - width))
     proposal = Proposal(
         jnp.pad(best.token, pad), jnp.pad(best.logp, pad, constant_values=jnp.nan)

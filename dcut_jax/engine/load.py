@@ -17,6 +17,7 @@ from dcut_jax.decode.steps import Models
 from dcut_jax.engine import profile as profiling
 from dcut_jax.engine.engine import EngineConfig
 from dcut_jax.engine.policy import profiled, wanted_costs
+from dcut_jax.engine.synthetic import SYNTHETIC, synthetic_models
 from dcut_jax.mesh import Placement
 from dcut_jax.models import dense, params
 from dcut_jax.weights.dflash import check_pair, load_drafter
@@ -99,7 +100,8 @@ def load_pair(
     Args:
       target: see `weights.load.load_target`.
       drafter: a DFlash checkpoint's directory; None for the shipped one, "none" for
-        plain decoding alone.
+        plain decoding alone; "synthetic:" and a file, see `engine.synthetic`, beside a
+        target of random weights.
       dtype, draft_dtype: of the target's and of the drafter's weights. The drafter
         reads the target's embedding and head in its own dtype.
       placement: the mesh to put both on. They are then loaded on the host, where
@@ -125,6 +127,10 @@ def _host() -> jax.Device:
 
 
 def _load_pair(target: str, drafter: str | None, dtype: str, draft_dtype: str) -> Pair:
+    if drafter is not None and drafter.startswith(SYNTHETIC):
+        path = Path(drafter.removeprefix(SYNTHETIC))
+        counts, models, identity = synthetic_models(target, path, dtype, draft_dtype)
+        return Pair(counts, models, f"synthetic drafts ({path.stem})", identity)
     directory = drafter_directory(target, drafter)
     if directory is None:
         alone = load_target(target, jnp.dtype(dtype))

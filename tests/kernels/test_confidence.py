@@ -106,6 +106,28 @@ def test_pieces_merge_in_any_order():
         np.testing.assert_allclose(got.logp, whole.logp, rtol=1e-6)
 
 
+def random_case(seed: int) -> Case:
+    """Of one shape; spreads from flat to certain, and every third full of ties."""
+    rng = np.random.default_rng(seed)
+    if seed % 3 == 0:
+        logits_NV = rng.integers(-3, 4, (6, 300)).astype(np.float32)
+    else:
+        spread = 10.0 ** rng.uniform(-3, 3)
+        logits_NV = (rng.standard_normal((6, 300)) * spread).astype(np.float32)
+    return Case("random", np.eye(6, dtype=np.float32), logits_NV.T.copy())
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(60), pytest.param(range(10_000), marks=pytest.mark.slow)], ids=len
+)
+def test_random_heads_in_the_kernel(seeds):
+    for seed in seeds:
+        one = random_case(seed)
+        arrays = jnp.asarray(one.hidden_NE), jnp.asarray(one.head_VE)
+        got = jax.device_get(jitted(*arrays, backend="pallas_interpret", chunk=None))
+        assert_close(got, one)
+
+
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="needs eight devices")
 @pytest.mark.parametrize("form", [("xla", 100), ("pallas_interpret", None)])
 def test_a_head_cut_over_a_mesh_is_the_whole_one(form):

@@ -15,7 +15,8 @@ def test_on_a_cpu_it_checks_and_claims_no_speed(capsys):
     out = capsys.readouterr().out
     assert "no speed is claimed" in out
     records = json.loads(out.splitlines()[-1])["records"]
-    assert {r["work"].split()[0] for r in records} == {"budget_topk", "confidence"}
+    names = {r["work"].split()[0] for r in records}
+    assert names == {"budget_topk", "confidence", "attention"}
     assert all(r["checked"] == "equal" or r["lowered"] for r in records)
     assert all(r["median_ms"] is None for r in records)
 
