@@ -361,6 +361,7 @@ def test_all_work_is_timed_from_before_it_is_dispatched(build, monkeypatch, phas
     assert seen[-1:] == ([] if phases else [(3, 3000.0)])
 
 
+@pytest.mark.slow
 def test_nothing_compiles_with_everything_on_and_requests_of_every_kind(
     build, compilations
 ):
