@@ -15,7 +15,7 @@ from dcut_jax.cli import (
     positive,
     run,
 )
-from dcut_jax.engine.engine import EngineConfig
+from dcut_jax.engine.config import EngineConfig
 from dcut_jax.engine.load import Pair, load_pair
 from dcut_jax.engine.requests import Completion, Halt, Request
 from dcut_jax.modes import (

@@ -8,7 +8,8 @@ from typing import Literal
 
 from dcut_jax.cli import bar, positive
 from dcut_jax.decode.compile import Compiler
-from dcut_jax.engine.engine import Engine, EngineConfig
+from dcut_jax.engine.config import EngineConfig
+from dcut_jax.engine.engine import Engine
 from dcut_jax.engine.load import (
     NO_DRAFTER,
     Pair,

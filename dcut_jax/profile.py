@@ -21,7 +21,7 @@ from dcut_jax.cli import (
 from dcut_jax.config import ConfigError, model_config_from_hf, read_config
 from dcut_jax.cost.table import CostError, CostTable, Fingerprint
 from dcut_jax.decode.compile import Compiler
-from dcut_jax.engine.engine import EngineConfig
+from dcut_jax.engine.config import EngineConfig
 from dcut_jax.engine.footprint import footprint, footprint_of_layers, render
 from dcut_jax.engine.load import has_drafter, load_pair, measure_costs
 from dcut_jax.engine.profile import ROUNDS, default_directory, table_path, table_text

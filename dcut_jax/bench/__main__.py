@@ -53,7 +53,8 @@ from dcut_jax.cli import (
     run,
 )
 from dcut_jax.decode.compile import Compiler
-from dcut_jax.engine.engine import Engine, EngineConfig, Prefilled
+from dcut_jax.engine.config import EngineConfig
+from dcut_jax.engine.engine import Engine
 from dcut_jax.engine.load import (
     NO_DRAFTER,
     Pair,
@@ -64,6 +65,7 @@ from dcut_jax.engine.load import (
 from dcut_jax.engine.policy import WIDTHS, ArPolicy, DCutPolicy, unmeasured
 from dcut_jax.engine.profile import cpu_model, default_directory
 from dcut_jax.engine.requests import Request
+from dcut_jax.engine.slots import Prefilled
 from dcut_jax.mesh import Placement
 from dcut_jax.processes import first
 from dcut_jax.prompts import (
@@ -196,6 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     started = time.perf_counter()
     read_prompts = prompt_reader(args.prompts, args.limit)
     placement = placement_of(args)
+    here = machine(placement)  # now: the commit may be another one in the end
     if first():
         args.out.mkdir(parents=True, exist_ok=True)
     pair = load_pair(args.target, args.drafter, args.dtype, args.draft_dtype, placement)
@@ -252,7 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     result = BenchResult(
         command=command,
         date=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        machine=machine(placement) | ({"peer": peer.version} if peer else {}),
+        machine=here | ({"peer": peer.version} if peer else {}),
         target=pair.target.name,
         drafter=pair.drafter,
         dtype=args.dtype,

@@ -24,7 +24,7 @@ from dcut_jax.bench.records import (
 from dcut_jax.cut.calibration import auc, ece, table
 from dcut_jax.cut.width import FIRST_REQUESTS
 from dcut_jax.decode.steps import Caches, Models
-from dcut_jax.engine.engine import Engine, Prefilled, StepRecord
+from dcut_jax.engine.engine import Engine
 from dcut_jax.engine.policy import (
     WIDTHS,
     ArPolicy,
@@ -33,6 +33,7 @@ from dcut_jax.engine.policy import (
     Policy,
 )
 from dcut_jax.engine.requests import Completion
+from dcut_jax.engine.slots import Prefilled, StepRecord
 from dcut_jax.models import dense
 
 PUBLISHED, DCUT = "published", "dcut"

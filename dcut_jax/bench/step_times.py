@@ -26,7 +26,7 @@ from dcut_jax.cost.select import roofline_table
 from dcut_jax.cost.shapes import drafter_shape, model_shape
 from dcut_jax.cost.table import KEY_PARTS, CostTable
 from dcut_jax.decode.compile import Compiler
-from dcut_jax.engine.engine import EngineConfig
+from dcut_jax.engine.config import EngineConfig
 from dcut_jax.engine.load import Pair, load_pair
 from dcut_jax.engine.policy import DCutPolicy, wanted_costs
 from dcut_jax.engine.profile import contexts, profile

@@ -4,214 +4,46 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
-from dcut_jax.cut.fairness import Progress, weights
+from dcut_jax.cut.fairness import weights
 from dcut_jax.cut.width import Choice
 from dcut_jax.decode import steps as S
 from dcut_jax.decode.compile import Compiler, Executable
-from dcut_jax.decode.decide import Decision, Proposal, read_decision
+from dcut_jax.decode.decide import Proposal, read_decision
 from dcut_jax.decode.defer import CATCH_UPS
 from dcut_jax.decode.pack import Layout
 from dcut_jax.decode.sample import Sampling
 from dcut_jax.decode.state import BROKEN, NO_STOP, HostOutcome, from_wire
-from dcut_jax.engine.paging import Paging, pages_in
+from dcut_jax.engine.config import EngineConfig
+from dcut_jax.engine.paging import Paging
 from dcut_jax.engine.policy import ArPolicy, DCutPolicy, FixedPolicy, Policy
 from dcut_jax.engine.requests import (
     Completion,
-    Halt,
-    Origin,
     Request,
     halted_after,
 )
+from dcut_jax.engine.slots import (
+    Phases,
+    Planned,
+    Prefill,
+    Prefilled,
+    Slot,
+    StepRecord,
+    most_positions,
+    origins,
+)
 from dcut_jax.engine.steering import Steering
-from dcut_jax.mesh import require_divisible
 from dcut_jax.models.cache import CHUNK, NO_PAGE, capacity
 from dcut_jax.processes import several
-from pallas_kernels.backends import Backends, defaults
 
 PREFILL_CHUNKS = (32, 128)
 KEPT_RECORDS = 100_000  # of the newest steps, at least
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """Sizes of a batch in flight.
-
-    Attributes:
-      slots: requests decoded together.
-      max_length: longest prompt plus output, in tokens.
-      max_stops: stop tokens a request may name.
-      cache_dtype: of the key/value caches.
-      sampling: whether requests may draw their tokens; without, steps are a little
-        cheaper.
-      logprobs: whether completions hold the log-probabilities of their tokens.
-      backends: the forms of the kernels; None: the defaults of the device that the
-        parameters are on (`pallas_kernels.backends.DEFAULTS`).
-      kv_memory: bytes of each device for the pages of keys and values, of target and
-        drafter; None: as many as all slots can fill. A prompt on its way has caches of
-        `max_length` positions beside them.
-      prefix_cache: whether prompts that begin alike share pages.
-    """
-
-    slots: int
-    max_length: int
-    max_stops: int = 4
-    cache_dtype: str = "float32"
-    sampling: bool = False
-    logprobs: bool = False
-    backends: Backends | None = None
-    kv_memory: int | None = None
-    prefix_cache: bool = True
-
-    def __post_init__(self) -> None:
-        if self.slots < 1:
-            raise ValueError(f"batch size must be at least 1; found {self.slots}")
-        if self.max_stops < 1:
-            raise ValueError(f"max_stops must be at least 1; found {self.max_stops}")
-        if self.max_length < 2:
-            raise ValueError(
-                f"max_length must hold a prompt and a token; found {self.max_length}"
-            )
-
-    @property
-    def positions(self) -> int:
-        """Positions that a slot's caches hold."""
-        return capacity(self.max_length)
-
-    def shapes(self, models: S.Models) -> S.StepShapes:
-        """Shapes of a step of these models.
-
-        Raises:
-          ConfigError: the slots cannot be dealt evenly over the models' mesh.
-          ValueError: a backend that cannot run where the parameters are, or a
-            `kv_memory` without room for a page.
-        """
-        require_divisible(
-            "the mesh's shards", models.shards, {"batch size": self.slots}
-        )
-        return S.StepShapes(
-            slots=self.slots,
-            positions=self.positions,
-            width=models.drafter.max_drafts + 1 if models.drafter else 1,
-            stops=self.max_stops,
-            sampling=self.sampling,
-            logprobs=self.logprobs,
-            backends=self.backends_on(device_of(models)),
-            shards=models.shards,
-            crowds=models.dealt(rows=True) is not None,
-            pages=0
-            if self.kv_memory is None
-            else pages_in(models, self.cache_dtype, self.kv_memory),
-        )
-
-    def backends_on(self, device: Any) -> Backends:
-        """The forms of the kernels on a device; raises as `shapes` does."""
-        found = self.backends or defaults(device)
-        found.check(device)
-        return found
-
-
-def device_of(models: S.Models) -> Any:
-    """A device that parameters are on, or are declared for on a mesh of one kind."""
-    if models.placement is not None:
-        return models.placement.mesh.devices.flat[0]
-    return min(
-        jax.tree.leaves(models.params)[0].sharding.device_set, key=lambda d: d.id
-    )
-
-
-@dataclass
-class StepRecord:
-    """One step as the host saw it. Phase times are there when phases are timed."""
-
-    width: int
-    rows: int
-    kept: int
-    active: int
-    committed: int = 0
-    accepted: int = 0
-    decision: Decision | None = None
-    phase_ms: dict[str, float] = field(default_factory=dict)
-    crowded: int = 0  # layers that took the slower way to their experts
-    teaches: bool = True  # whether what it accepted may be held against its plan
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A plan: on the device, and as the host knows it."""
-
-    keep_B: Any
-    decision: Decision
-
-
-@dataclass(frozen=True)
-class Prefilled:
-    """A prompt's one-slot caches, and the token that follows it."""
-
-    request: Request
-    caches: S.Caches
-    first_token: int
-    first_logprob: float | None = None
-
-
-@dataclass
-class Prefill:
-    """A prompt on its way through the target, chunk by chunk.
-
-    Attributes:
-      done: prompt tokens that are in the caches.
-      found: those of them that were known and not run.
-    """
-
-    request: Request
-    caches: S.Caches
-    done: int = 0
-    found: int = 0
-    chosen: S.Chosen | None = None
-
-    @property
-    def left(self) -> int:
-        """Prompt tokens that are still to be run."""
-        return len(self.request.prompt) - self.done
-
-
-@dataclass
-class _Slot:
-    number: int  # of those admitted so far
-    request: Request
-    completion: Completion
-    halt: Halt | None
-    progress: Progress = field(default_factory=Progress)
-
-    @property
-    def cached(self) -> int:
-        """Positions that are in the target's cache: all but the anchor's."""
-        return len(self.request.prompt) + len(self.completion.tokens) - 1
-
-    @property
-    def most(self) -> int:
-        """Positions that it may come to have there."""
-        return _most_positions(self.request)
-
-    @property
-    def rank(self) -> tuple[float, int]:
-        """Who comes first where pages are short: the important, then the oldest."""
-        return -self.request.priority, self.number
-
-    def rest(self) -> Request:
-        """What is left to do, where what was emitted is part of the prompt."""
-        emitted = self.completion.tokens[:-1]
-        return replace(
-            self.request,
-            prompt=(*self.request.prompt, *emitted),
-            max_new_tokens=self.request.max_new_tokens - len(emitted),
-        )
 
 
 class Engine:
@@ -328,9 +160,9 @@ class Engine:
         for slot in (*getattr(self, "_slots", ()), *getattr(self, "_aside", ())):
             if slot is not None:
                 slot.completion.finish = "cancelled"
-        self._slots: list[_Slot | None] = [None] * self.shapes.slots
-        self._aside: list[_Slot] = []  # who waits for pages, the first first
-        self._returning: tuple[_Slot, Prefill] | None = None  # one of these
+        self._slots: list[Slot | None] = [None] * self.shapes.slots
+        self._aside: list[Slot] = []  # who waits for pages, the first first
+        self._returning: tuple[Slot, Prefill] | None = None  # one of these
         self._admitted = 0
         self.paging = Paging(self.shapes, self.config.prefix_cache)
 
@@ -370,7 +202,7 @@ class Engine:
                 f"{self.config.max_length}. Shorten the prompt, ask for fewer tokens, "
                 f"or raise max_length"
             )
-        most, there = _most_positions(request), self.shapes.own_pages * CHUNK
+        most, there = most_positions(request), self.shapes.own_pages * CHUNK
         if capacity(most) > there:
             raise ValueError(
                 f"a prompt of {len(request.prompt)} tokens and {request.max_new_tokens}"
@@ -464,7 +296,7 @@ class Engine:
         return self.paging.slot_for(empty, request.prompt, self._positions(request))
 
     def _positions(self, request: Request) -> int:
-        return min(len(request.prompt) + self.shapes.width, _most_positions(request))
+        return min(len(request.prompt) + self.shapes.width, most_positions(request))
 
     def admit(self, ready: Prefilled) -> Completion:
         """Puts a prefilled request into a free slot and emits its first token.
@@ -495,11 +327,11 @@ class Engine:
                 f"{self.paging.free + self.paging.cached} are not in use; step until "
                 f"admits() says that they are there"
             )
-        self._enter(ready, _Slot(self._admitted, request, completion, halt))
+        self._enter(ready, Slot(self._admitted, request, completion, halt))
         self._admitted += 1
         return completion
 
-    def _enter(self, ready: Prefilled, entering: _Slot) -> None:
+    def _enter(self, ready: Prefilled, entering: Slot) -> None:
         """Takes a slot and pages, which are there, and starts a request in it."""
         request = ready.request
         slot = self._slot_for(request)
@@ -664,7 +496,7 @@ class Engine:
         self._require_caches()
         self._return()
         self._tell_table()
-        clock = _Phases(self.time_phases)
+        clock = Phases(self.time_phases)
         if self.time_phases:
             self._interrupt()  # waiting for each phase takes time of its own
         match self.policy:
@@ -696,7 +528,7 @@ class Engine:
         self.caches = run(self.models.params, self.caches, self.state.table_BN)
         self._behind = 0
 
-    def _draft(self, width: int, clock: "_Phases") -> Proposal:
+    def _draft(self, width: int, clock: Phases) -> Proposal:
         self._catch_up()
         if self.steering is not None:
             self.steering.drafts(width)
@@ -705,7 +537,7 @@ class Engine:
         clock.stop("draft", proposal)
         return proposal
 
-    def _cut_step(self, steering: Steering, clock: "_Phases") -> None:
+    def _cut_step(self, steering: Steering, clock: Phases) -> None:
         choice = steering.choose(self._context, self._cap_ms)
         if not choice.planned:
             self._read(clock)  # the one read of this step
@@ -736,7 +568,7 @@ class Engine:
         self._verify(lay, proposal.token_BK, choice.width, clock, made)
         steering.planned(self._wire)
 
-    def _unplanned_step(self, steering: Steering, width: int, clock: "_Phases") -> None:
+    def _unplanned_step(self, steering: Steering, width: int, clock: Phases) -> None:
         """Plain decoding, or all of `width` drafts."""
         token_BK = self._no_drafts
         lay = S.anchors_only(self.shapes)
@@ -772,7 +604,7 @@ class Engine:
 
     def flush(self) -> None:
         """Reads the outcome that is still on the device."""
-        self._read(_Phases(False))
+        self._read(Phases(False))
 
     @property
     def _no_drafts(self) -> Any:
@@ -783,7 +615,7 @@ class Engine:
         lay: Layout,
         token_BK: Any,
         width: int,
-        clock: "_Phases",
+        clock: Phases,
         plan: "Planned | None" = None,
     ) -> None:
         """Verifies and commits; without a plan all `width` drafts are kept."""
@@ -812,7 +644,7 @@ class Engine:
             teaches=width > 0 and not (plan and self._halted),
         )
 
-    def _read(self, clock: "_Phases") -> None:
+    def _read(self, clock: Phases) -> None:
         host = np.asarray(self._wire)
         clock.stop("read", None)
         self._absorb(host)
@@ -846,7 +678,7 @@ class Engine:
             count = end or count
             accepted = int(outcome.accepted_B[i])
             verified = int(outcome.verified_B[i])
-            done.origins.extend(_origins(count, accepted, verified))
+            done.origins.extend(origins(count, accepted, verified))
             done.tokens.extend(tokens[:count])
             if outcome.logp_BW is not None:
                 done.logprobs.extend(outcome.logp_BW[i, :count].tolist())
@@ -909,32 +741,3 @@ class Engine:
                     sum(len(r.tokens) for r in made),
                 )
         return [r for r in results if r is not None]
-
-
-def _most_positions(request: Request) -> int:
-    """Cached positions that a request may come to: its last token is never one."""
-    return len(request.prompt) + request.max_new_tokens - 1
-
-
-def _origins(count: int, accepted: int, verified: int) -> list[Origin]:
-    """How the `count` tokens came that a request got from one step."""
-    drafts: list[Origin] = ["draft"] * min(accepted, count)
-    own: list[Origin] = ["bonus" if verified else "plain"]
-    return drafts + own * (count > accepted)
-
-
-class _Phases:
-    """Times the phases of a step; waits for the device only when asked to."""
-
-    def __init__(self, on: bool) -> None:
-        self.on = on
-        self.ms: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def stop(self, phase: str, wait_for: Any) -> None:
-        if not self.on:
-            return
-        jax.block_until_ready(wait_for)
-        now = time.perf_counter()
-        self.ms[phase] = self.ms.get(phase, 0.0) + (now - self._last) * 1e3
-        self._last = now

@@ -15,7 +15,7 @@ from dcut_jax.decode.compile import Compiler
 from dcut_jax.decode.placing import on_mesh
 from dcut_jax.decode.steps import Models
 from dcut_jax.engine import profile as profiling
-from dcut_jax.engine.engine import EngineConfig
+from dcut_jax.engine.config import EngineConfig
 from dcut_jax.engine.policy import profiled, wanted_costs
 from dcut_jax.engine.synthetic import SYNTHETIC, synthetic_models
 from dcut_jax.mesh import Placement

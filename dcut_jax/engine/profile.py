@@ -24,7 +24,8 @@ from dcut_jax.decode.compile import Compiler
 from dcut_jax.decode.decide import Situation, init_memory
 from dcut_jax.decode.defer import CATCH_UPS
 from dcut_jax.decode.pack import Layout
-from dcut_jax.engine.engine import Engine, EngineConfig, device_of
+from dcut_jax.engine.config import EngineConfig, device_of
+from dcut_jax.engine.engine import Engine
 from dcut_jax.engine.paging import dealt_out
 from dcut_jax.engine.policy import ArPolicy, DCutPolicy
 from dcut_jax.engine.requests import Request

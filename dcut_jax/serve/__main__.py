@@ -16,7 +16,7 @@ from dcut_jax.cli import (
     positive,
     run,
 )
-from dcut_jax.engine.engine import EngineConfig
+from dcut_jax.engine.config import EngineConfig
 from dcut_jax.engine.load import load_pair
 from dcut_jax.modes import WIDTH, add_mode_flags, build_engine, settle_mode
 from dcut_jax.prompts import DEFAULT, load_prompts

@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dcut_jax.engine.engine import Engine, Prefill
+from dcut_jax.engine.engine import Engine
 from dcut_jax.engine.requests import Completion, Origin, Request
+from dcut_jax.engine.slots import Prefill
 from dcut_jax.serve.watch import Watch
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,9 @@ import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from dcut_jax.decode.state import HostOutcome
-from dcut_jax.engine.engine import Engine, StepRecord
+from dcut_jax.engine.engine import Engine
 from dcut_jax.engine.policy import ArPolicy, FixedPolicy
+from dcut_jax.engine.slots import StepRecord
 
 if TYPE_CHECKING:
     from dcut_jax.serve.scheduler import Job, News, Scheduler

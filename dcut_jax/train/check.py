@@ -11,7 +11,8 @@ from dcut_jax.bench.report import render_checks
 from dcut_jax.bench.runner import FIXED, NEAR_TIE, Texts, logit_gap, wrong_arms
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.decode.steps import Models
-from dcut_jax.engine.engine import Engine, EngineConfig
+from dcut_jax.engine.config import EngineConfig
+from dcut_jax.engine.engine import Engine
 from dcut_jax.engine.load import load_pair
 from dcut_jax.engine.policy import ArPolicy, FixedPolicy, Policy
 from dcut_jax.engine.requests import Completion, Request

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from dcut_jax.decode.steps import Models
-from dcut_jax.engine.engine import Engine, EngineConfig
+from dcut_jax.engine.config import EngineConfig
+from dcut_jax.engine.engine import Engine
 from dcut_jax.engine.policy import ArPolicy
 from dcut_jax.engine.requests import Completion, Request
 from dcut_jax.prompts import read_prompt_file

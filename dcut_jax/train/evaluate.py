@@ -16,7 +16,8 @@ import jax
 
 from dcut_jax.cut.sts import Scaling
 from dcut_jax.decode.compile import Compiler
-from dcut_jax.engine.engine import Engine, EngineConfig
+from dcut_jax.engine.config import EngineConfig
+from dcut_jax.engine.engine import Engine
 from dcut_jax.engine.load import Pair
 from dcut_jax.engine.policy import ArPolicy, FixedPolicy
 from dcut_jax.engine.requests import Completion, Request

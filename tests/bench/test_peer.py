@@ -10,7 +10,8 @@ from dcut_jax.bench.peer import TransformersPeer, choose_device, ended
 from dcut_jax.bench.records import PEER
 from dcut_jax.bench.runner import Texts
 from dcut_jax.decode.steps import Models
-from dcut_jax.engine.engine import Engine, EngineConfig
+from dcut_jax.engine.config import EngineConfig
+from dcut_jax.engine.engine import Engine
 from dcut_jax.engine.policy import ArPolicy
 from dcut_jax.engine.requests import Request
 from dcut_jax.weights.load import load_target

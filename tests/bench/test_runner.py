@@ -19,9 +19,9 @@ from dcut_jax.bench.runner import (
     take_turns,
 )
 from dcut_jax.decode.steps import Caches, StepShapes
-from dcut_jax.engine.engine import Prefilled
 from dcut_jax.engine.policy import ArPolicy, FixedPolicy, profiled, unmeasured
 from dcut_jax.engine.requests import Completion, Request
+from dcut_jax.engine.slots import Prefilled
 
 
 def places(texts):

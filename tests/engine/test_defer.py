@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from dcut_jax.decode.defer import CATCH_UPS, ROOM
-from dcut_jax.engine.engine import Engine, EngineConfig
+from dcut_jax.engine.config import EngineConfig
+from dcut_jax.engine.engine import Engine
 from dcut_jax.engine.policy import ArPolicy, FixedPolicy
 from dcut_jax.engine.requests import Request
 from dcut_jax.models.cache import CHUNK

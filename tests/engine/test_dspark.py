@@ -12,7 +12,8 @@ from dcut_jax.decode import steps as S
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.decode.propose import propose
 from dcut_jax.decode.state import init_state
-from dcut_jax.engine.engine import Engine, EngineConfig
+from dcut_jax.engine.config import EngineConfig
+from dcut_jax.engine.engine import Engine
 from dcut_jax.engine.policy import ArPolicy, FixedPolicy, unmeasured
 from dcut_jax.engine.requests import Request
 from dcut_jax.models import drafter

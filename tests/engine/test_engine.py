@@ -16,7 +16,8 @@ from dcut_jax.decode.compile import Compiler
 from dcut_jax.decode.steps import Models
 from dcut_jax.engine import engine as engine_module
 from dcut_jax.engine import steering as steering_module
-from dcut_jax.engine.engine import Engine, EngineConfig
+from dcut_jax.engine.config import EngineConfig
+from dcut_jax.engine.engine import Engine
 from dcut_jax.engine.policy import ArPolicy, DCutPolicy, FixedPolicy, unmeasured
 from dcut_jax.engine.requests import Completion, Request, halted_after
 from dcut_jax.models.cache import NO_PAGE

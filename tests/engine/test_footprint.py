@@ -8,7 +8,7 @@ import pytest
 
 from dcut_jax import profile
 from dcut_jax.config import ExpertsConfig, ModelConfig, RopeConfig
-from dcut_jax.engine.engine import EngineConfig
+from dcut_jax.engine.config import EngineConfig
 from dcut_jax.engine.footprint import footprint, footprint_of_layers, render
 from dcut_jax.mesh import make_placement
 from dcut_jax.models import dense

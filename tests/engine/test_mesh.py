@@ -12,7 +12,8 @@ from dcut_jax.config import ConfigError
 from dcut_jax.cost.table import CostError, CostTable
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.decode.placing import on_mesh
-from dcut_jax.engine.engine import Engine, EngineConfig
+from dcut_jax.engine.config import EngineConfig
+from dcut_jax.engine.engine import Engine
 from dcut_jax.engine.policy import ArPolicy, FixedPolicy, unmeasured
 from dcut_jax.engine.profile import fingerprint, table_path
 from dcut_jax.engine.requests import Request

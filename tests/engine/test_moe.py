@@ -17,7 +17,8 @@ from dcut_jax.config import (
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.decode.placing import on_mesh
 from dcut_jax.decode.steps import Models
-from dcut_jax.engine.engine import Engine, EngineConfig
+from dcut_jax.engine.config import EngineConfig
+from dcut_jax.engine.engine import Engine
 from dcut_jax.engine.policy import ArPolicy, FixedPolicy, unmeasured
 from dcut_jax.engine.requests import Request
 from dcut_jax.mesh import make_placement

@@ -10,7 +10,8 @@ import pytest
 
 from dcut_jax.decode.steps import Models
 from dcut_jax.engine import engine as engine_module
-from dcut_jax.engine.engine import Engine, EngineConfig
+from dcut_jax.engine.config import EngineConfig
+from dcut_jax.engine.engine import Engine
 from dcut_jax.engine.paging import bytes_of_page, dealt_out
 from dcut_jax.engine.policy import ArPolicy, FixedPolicy, unmeasured
 from dcut_jax.engine.requests import Request

@@ -12,7 +12,8 @@ from dcut_jax.decode.defer import CATCH_UPS
 from dcut_jax.decode.pack import layout
 from dcut_jax.decode.steps import StepShapes
 from dcut_jax.engine import profile as profile_module
-from dcut_jax.engine.engine import Engine, EngineConfig
+from dcut_jax.engine.config import EngineConfig
+from dcut_jax.engine.engine import Engine
 from dcut_jax.engine.policy import ArPolicy, DCutPolicy, unmeasured
 from dcut_jax.engine.profile import (
     contexts,

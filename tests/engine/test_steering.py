@@ -9,7 +9,8 @@ import pytest
 from dcut_jax.cost.online import Correction
 from dcut_jax.cut.width import Choice
 from dcut_jax.decode.compile import Compiler
-from dcut_jax.engine.engine import Engine, EngineConfig
+from dcut_jax.engine.config import EngineConfig
+from dcut_jax.engine.engine import Engine
 from dcut_jax.engine.policy import (
     DCutPolicy,
     draft_work,

@@ -12,7 +12,8 @@ import pytest
 from dcut_jax.bench.published import load_published
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.engine import engine, synthetic
-from dcut_jax.engine.engine import Engine, EngineConfig
+from dcut_jax.engine.config import EngineConfig
+from dcut_jax.engine.engine import Engine
 from dcut_jax.engine.load import load_pair
 from dcut_jax.engine.policy import FixedPolicy
 from dcut_jax.engine.requests import Request

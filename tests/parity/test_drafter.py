@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcut_jax.engine.engine import Engine, EngineConfig
+from dcut_jax.engine.config import EngineConfig
+from dcut_jax.engine.engine import Engine
 from dcut_jax.engine.load import drafter_directory, load_pair
 from dcut_jax.engine.policy import FixedPolicy
 from dcut_jax.engine.requests import Request

@@ -18,7 +18,8 @@ from dcut_jax.cost.table import CostTable
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.decode.defer import CATCH_UPS
 from dcut_jax.decode.steps import Models
-from dcut_jax.engine.engine import Engine, EngineConfig
+from dcut_jax.engine.config import EngineConfig
+from dcut_jax.engine.engine import Engine
 from dcut_jax.engine.policy import ArPolicy, unmeasured
 from dcut_jax.models.dense import head_VE
 from dcut_jax.serve.app import Server, make_app

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 from dcut_jax.decode.steps import Models
-from dcut_jax.engine.engine import Engine, EngineConfig
+from dcut_jax.engine.config import EngineConfig
+from dcut_jax.engine.engine import Engine
 from dcut_jax.engine.paging import bytes_of_page
 from dcut_jax.engine.policy import ArPolicy
 from dcut_jax.engine.requests import Request

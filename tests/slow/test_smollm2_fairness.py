@@ -9,7 +9,8 @@ from dcut_jax.cost.table import CostTable
 from dcut_jax.cut.fairness import jain_index
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.decode.defer import CATCH_UPS
-from dcut_jax.engine.engine import Engine, EngineConfig
+from dcut_jax.engine.config import EngineConfig
+from dcut_jax.engine.engine import Engine
 from dcut_jax.engine.policy import DCutPolicy
 from dcut_jax.engine.requests import Request
 from dcut_jax.prompts import load_prompts

@@ -13,7 +13,8 @@ from dcut_jax.config import ConfigError
 from dcut_jax.cut.sts import Scaling
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.decode.state import HostOutcome
-from dcut_jax.engine.engine import Engine, EngineConfig
+from dcut_jax.engine.config import EngineConfig
+from dcut_jax.engine.engine import Engine
 from dcut_jax.engine.load import load_pair
 from dcut_jax.engine.policy import ArPolicy, FixedPolicy
 from dcut_jax.engine.requests import Request

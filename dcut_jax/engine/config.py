@@ -1,0 +1,99 @@
+"""Sizes of an engine, and the shapes of steps that follow from them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from dcut_jax.decode import steps as S
+from dcut_jax.engine.paging import pages_in
+from dcut_jax.mesh import require_divisible
+from dcut_jax.models.cache import capacity
+from pallas_kernels.backends import Backends, defaults
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sizes of a batch in flight.
+
+    Attributes:
+      slots: requests decoded together.
+      max_length: longest prompt plus output, in tokens.
+      max_stops: stop tokens a request may name.
+      cache_dtype: of the key/value caches.
+      sampling: whether requests may draw their tokens; without, steps are a little
+        cheaper.
+      logprobs: whether completions hold the log-probabilities of their tokens.
+      backends: the forms of the kernels; None: the defaults of the device that the
+        parameters are on (`pallas_kernels.backends.DEFAULTS`).
+      kv_memory: bytes of each device for the pages of keys and values, of target and
+        drafter; None: as many as all slots can fill. A prompt on its way has caches of
+        `max_length` positions beside them.
+      prefix_cache: whether prompts that begin alike share pages.
+    """
+
+    slots: int
+    max_length: int
+    max_stops: int = 4
+    cache_dtype: str = "float32"
+    sampling: bool = False
+    logprobs: bool = False
+    backends: Backends | None = None
+    kv_memory: int | None = None
+    prefix_cache: bool = True
+
+    def __post_init__(self) -> None:
+        if self.slots < 1:
+            raise ValueError(f"batch size must be at least 1; found {self.slots}")
+        if self.max_stops < 1:
+            raise ValueError(f"max_stops must be at least 1; found {self.max_stops}")
+        if self.max_length < 2:
+            raise ValueError(
+                f"max_length must hold a prompt and a token; found {self.max_length}"
+            )
+
+    @property
+    def positions(self) -> int:
+        """Positions that a slot's caches hold."""
+        return capacity(self.max_length)
+
+    def shapes(self, models: S.Models) -> S.StepShapes:
+        """Shapes of a step of these models.
+
+        Raises:
+          ConfigError: the slots cannot be dealt evenly over the models' mesh.
+          ValueError: a backend that cannot run where the parameters are, or a
+            `kv_memory` without room for a page.
+        """
+        require_divisible(
+            "the mesh's shards", models.shards, {"batch size": self.slots}
+        )
+        return S.StepShapes(
+            slots=self.slots,
+            positions=self.positions,
+            width=models.drafter.max_drafts + 1 if models.drafter else 1,
+            stops=self.max_stops,
+            sampling=self.sampling,
+            logprobs=self.logprobs,
+            backends=self.backends_on(device_of(models)),
+            shards=models.shards,
+            crowds=models.dealt(rows=True) is not None,
+            pages=0
+            if self.kv_memory is None
+            else pages_in(models, self.cache_dtype, self.kv_memory),
+        )
+
+    def backends_on(self, device: Any) -> Backends:
+        """The forms of the kernels on a device; raises as `shapes` does."""
+        found = self.backends or defaults(device)
+        found.check(device)
+        return found
+
+
+def device_of(models: S.Models) -> Any:
+    """A device that parameters are on, or are declared for on a mesh of one kind."""
+    if models.placement is not None:
+        return models.placement.mesh.devices.flat[0]
+    return min(
+        jax.tree.leaves(models.params)[0].sharding.device_set, key=lambda d: d.id
+    )
