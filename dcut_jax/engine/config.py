@@ -27,8 +27,9 @@ class EngineConfig:
       backends: the forms of the kernels; None: the defaults of the device that the
         parameters are on (`pallas_kernels.backends.DEFAULTS`).
       kv_memory: bytes of each device for the pages of keys and values, of target and
-        drafter; None: as many as all slots can fill. A prompt on its way has caches of
-        `max_length` positions beside them.
+        drafter; None: as many as all slots can fill. Beside them, a prompt on its way
+        has caches of `max_length` positions, and there may be two: a new one, and one
+        that was put aside and comes back.
       prefix_cache: whether prompts that begin alike share pages.
     """
 
