@@ -21,6 +21,15 @@ VOCAB, DRAWS, SEEDS, WIDTH = 4, 100_000, 20, 3
 BATCH = 5_000  # requests that share a plan
 
 
+@pytest.fixture(scope="module", autouse=True)
+def optimized():
+    """So many draws take minutes in programs that are not, see tests/conftest.py."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 @pytest.fixture(scope="module")
 def tables():
     """Logits of target and drafter after each token; the drafter is half right."""

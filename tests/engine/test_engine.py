@@ -164,7 +164,12 @@ class TestText:
         assert texts(got) == [expected(r, greedy) for r in requests]
 
     @pytest.mark.parametrize(
-        ("slots", "rows"), [(s, rows) for s, tiers in TIERS.items() for rows in tiers]
+        ("slots", "rows"),
+        [
+            pytest.param(s, rows, marks=[pytest.mark.slow] * (s == 4))
+            for s, tiers in TIERS.items()
+            for rows in tiers
+        ],
     )
     def test_every_tier(
         self, build, shapes_of, invented_table, requests, greedy, slots, rows
@@ -754,7 +759,7 @@ class TestSampling:
         ]
         assert got == text
 
-    @pytest.mark.parametrize("width", [3, 7])
+    @pytest.mark.parametrize("width", [3, pytest.param(7, marks=pytest.mark.slow)])
     def test_fixed_width(self, make, asked, plain, width):
         assert texts(make(FixedPolicy(width), 3).generate(asked)) == plain
 

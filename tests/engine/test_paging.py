@@ -93,7 +93,10 @@ def alike_text(make, alike):
 
 
 class TestPrefixes:
-    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize(
+        "mode",
+        [pytest.param(m, marks=[pytest.mark.slow] * (m != "dcut")) for m in MODES],
+    )
     def test_what_is_found_changes_no_text(self, make, alike, alike_text, mode):
         engine = make(mode)
         assert texts(engine.generate(alike)) == alike_text

@@ -311,6 +311,7 @@ def test_a_prompt_that_begins_like_another_is_found(start, plain, text):
     assert 'dcut_pages{state="cached"} 1.0' in lines
 
 
+@pytest.mark.slow
 def test_texts_are_the_same_with_pages_for_half_of_the_slots(serve, text, tiny, plain):
     """Prompts wait, running texts are put aside, and one that never fits is refused."""
     models = Models(tiny.target, None, {"target": tiny.params["target"]})

@@ -315,6 +315,7 @@ def flags(golden, prompts, out):
     return [*places, *few.split()]
 
 
+@pytest.mark.slow
 def test_an_exported_drafter(golden, prompts, tokenized, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     out = tmp_path / "out"
