@@ -45,6 +45,7 @@ def test_both_answer_and_the_text_is_that_of_generate(address):
                 "model": "SmolLM2-135M-Instruct",
                 "messages": [{"role": "user", "content": prompt}],
                 "max_tokens": TOKENS,
+                "temperature": 0,
             },
         )
         answer.raise_for_status()
