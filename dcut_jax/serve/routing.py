@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from typing import TypeGuard
 
 
 def weights(rates: Sequence[float | None]) -> list[float]:
@@ -12,9 +13,13 @@ def weights(rates: Sequence[float | None]) -> list[float]:
     Args:
       rates: tokens per second of each replica; None or not finite where unknown.
     """
-    known = [r for r in rates if r is not None and math.isfinite(r) and r > 0]
+    known = [r for r in rates if _is_known(r)]
     usual = sum(known) / len(known) if known else 1.0
-    return [r if r in known else usual for r in rates]  # type: ignore[misc]
+    return [r if _is_known(r) else usual for r in rates]
+
+
+def _is_known(rate: float | None) -> TypeGuard[float]:
+    return rate is not None and math.isfinite(rate) and rate > 0
 
 
 def weighted_order(weight: Sequence[float], uniform: Callable[[], float]) -> list[int]:
