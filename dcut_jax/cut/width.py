@@ -289,7 +289,8 @@ class WidthChooser:
         # Nothing is known of the best if it was never looked at, nor then lost.
         most = promises[best].per_ms
         some = [Choice(width, planned=True) for width in self.drafting]
-        if PLAIN in promises and promises[PLAIN].per_ms * _COSTS_ERR > most:
+        plain = promises.get(PLAIN) if 0 in self.widths else None
+        if plain is not None and plain.per_ms * _COSTS_ERR > most:
             some.append(PLAIN)
         others = [choice for choice in some if choice in promises and choice != best]
         parts = max(len(others), len(self.drafting))
