@@ -16,10 +16,7 @@ KINDS = {"tpu": ("TPU v5e", "tpu"), "cuda": ("NVIDIA H200", "gpu")}
 
 def export_for(platform: str, run: Callable[..., Any], *args: Any) -> str:
     """The program of `run`, lowered for a "tpu" or for "cuda"; args are shapes."""
-    kind, name = KINDS[platform]
-    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=1, platform=name)
-    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh):
+    with lowering_for(platform):
         lowered = export.export(jax.jit(run), platforms=[platform])(*args)
     return lowered.mlir_module()
 
@@ -68,10 +65,19 @@ def h200_devices(count: int = 1) -> tuple[Any, ...]:
 def compiling_for(device: Any) -> Any:
     """A context in which what asks for the chip while it is lowered finds `device`."""
     name = "tpu" if device.platform == "tpu" else "gpu"
-    chip = jax.sharding.AbstractDevice(
-        device_kind=device.device_kind, num_cores=1, platform=name
+    return _chip(device.device_kind, name)
+
+
+def lowering_for(platform: str) -> Any:
+    """The same for some "tpu", or for "cuda"."""
+    return _chip(*KINDS[platform])
+
+
+def _chip(kind: str, platform: str) -> Any:
+    device = jax.sharding.AbstractDevice(
+        device_kind=kind, num_cores=1, platform=platform
     )
-    mesh = jax.sharding.AbstractMesh((), (), abstract_device=chip)
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
     return jax.sharding.use_abstract_mesh(mesh)
 
 

@@ -14,17 +14,17 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dcut_jax.config import ModelConfig
 from dcut_jax.models import experts
-from dcut_jax.models.attention import attend, causal_mask
 from dcut_jax.models.collectives import Dealt, Over, lookup, total
 from dcut_jax.models.layers import (
     attention_inputs,
-    product,
     project,
     rms_norm,
     rotation,
     swiglu,
 )
 from dcut_jax.models.params import ParamSpec
+from pallas_kernels.products import product
+from pallas_kernels.verify_attention import sequence_attention
 
 Attend = Callable[[int, Array, Array, Array], Array]
 Feed = Callable[[Array, dict[str, Any], ModelConfig, Array], Array]
@@ -201,6 +201,14 @@ def forward(
     )
 
 
+def causal_mask(valid_NS: Bool[Array, "N S"]) -> Bool[Array, "N S S"]:
+    """Whole sequences: a position sees itself and the valid ones before it."""
+    S = valid_NS.shape[1]
+    before_SS = jnp.tril(jnp.ones((S, S), bool))
+    # The diagonal stays visible on padding, so that its softmax is defined.
+    return before_SS[None] & (valid_NS[:, None, :] | jnp.eye(S, dtype=bool)[None])
+
+
 def forward_sequences(
     params: dict[str, Any],
     cfg: ModelConfig,
@@ -215,7 +223,7 @@ def forward_sequences(
 
     def attend_layer(layer: int, q: Array, k: Array, v: Array) -> Array:
         del layer
-        return attend(q, k, v, mask_NSS)
+        return sequence_attention(q, k, v, mask_NSS)
 
     return forward(
         params, cfg, token_NS, position_NS, valid_NS, attend_layer, taps, feed=feed

@@ -176,5 +176,5 @@ def test_lowers_for_tpu(shape, dtype):
 
 def test_there_is_no_kernel_for_gpus():
     arrays = jnp.zeros((1, 8)), jnp.zeros((4, 8))
-    with pytest.raises(ValueError, match="no kernel for backend 'pallas_mosaic_gpu'"):
+    with pytest.raises(ValueError, match="confidence has no backend 'pallas_mosaic_gpu'"):
         head_confidence(*arrays, backend="pallas_mosaic_gpu", chunk=None)
