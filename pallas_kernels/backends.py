@@ -16,12 +16,21 @@ from jaxtyping import Array
 
 # xla: the reference, anywhere. pallas_tpu, pallas_mosaic_gpu: the kernels proper.
 # cudnn: NVIDIA's own. pallas_interpret: the TPU kernel as ordinary XLA, to test it on
-# any device.
+# any device. The others are those of experts, see `experts.api`.
 Backend = Literal[
-    "xla", "pallas_tpu", "pallas_mosaic_gpu", "cudnn", "pallas_interpret"
+    "xla",
+    "pallas_tpu",
+    "pallas_mosaic_gpu",
+    "cudnn",
+    "pallas_interpret",
+    "platform",
+    "reference",
+    "blocks",
+    "ragged_dot",
+    "tokamax",
 ]
 
-Operation = Literal["budget_topk", "confidence", "attention"]
+Operation = Literal["budget_topk", "confidence", "attention", "experts"]
 
 Kind = Literal["cpu", "tpu", "gpu", "hopper"]
 
@@ -30,6 +39,7 @@ FORMS: dict[Operation, tuple[Backend, ...]] = {
     "budget_topk": ("xla", "pallas_tpu", "pallas_mosaic_gpu", "pallas_interpret"),
     "confidence": ("xla", "pallas_tpu", "pallas_interpret"),
     "attention": ("xla", "pallas_tpu", "cudnn", "pallas_interpret"),
+    "experts": ("platform", "reference", "blocks", "ragged_dot", "tokamax"),
 }
 
 # Of GPUs Mosaic compiles for Hopper and what came after; on others its compiler ends
@@ -43,6 +53,11 @@ RUNS_ON: dict[Backend, tuple[Kind, ...]] = {
     "pallas_tpu": ("tpu",),
     "pallas_mosaic_gpu": ("hopper",),
     "cudnn": ("hopper",),
+    "platform": get_args(Kind),
+    "reference": get_args(Kind),
+    "blocks": get_args(Kind),
+    "ragged_dot": get_args(Kind),
+    "tokamax": ("hopper",),
 }
 
 
@@ -57,6 +72,7 @@ class Backends:
     budget_topk: Backend = "xla"
     confidence: Backend = "xla"
     attention: Backend = "xla"
+    experts: Backend = "platform"
     head_chunk: int | None = None
 
     def check(self, device: Any) -> None:
@@ -64,9 +80,10 @@ class Backends:
         check("budget_topk", self.budget_topk, device)
         check("confidence", self.confidence, device)
         check("attention", self.attention, device)
+        check("experts", self.experts, device)
 
 
-PLAIN = Backends()  # XLA throughout
+PLAIN = Backends()  # nothing that is not everywhere
 
 # The one table of defaults. A kernel stands here where its form in XLA is a chain of
 # launches between drafting and verification, or moves what the kernel does not: of
@@ -78,9 +95,7 @@ DEFAULTS: dict[Kind, Backends] = {
     "cpu": PLAIN,
     "gpu": Backends(head_chunk=8192),
     "hopper": Backends(budget_topk="pallas_mosaic_gpu", head_chunk=8192),
-    "tpu": Backends(
-        budget_topk="pallas_tpu", attention="pallas_tpu", head_chunk=8192
-    ),
+    "tpu": Backends(budget_topk="pallas_tpu", attention="pallas_tpu", head_chunk=8192),
 }
 
 

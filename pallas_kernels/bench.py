@@ -195,7 +195,7 @@ def check_on_cpu(works: Sequence[Work], platforms: Sequence[str]) -> Iterator[Re
         yield Record(work.name, "pallas_interpret", checked=checked)
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
         for backend in work.kernels:
-            platform = LOWERED_FOR.get(backend)
+            platform = LOWERED_FOR.get(backend, "nothing")
             if platform in platforms:
                 text = export_for(platform, work.run(backend), *shapes)
                 yield Record(work.name, backend, lowered="custom_call" in text)

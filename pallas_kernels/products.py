@@ -8,7 +8,7 @@ from jaxtyping import Array, Float32
 def product(
     x: Array, y: Array, dimensions: lax.DotDimensionNumbers
 ) -> Float32[Array, "..."]:
-    """`lax.dot_general` in the dtype of `y`, sums in float32; of float32 all bits count.
+    """In the dtype of `y`, and summed in float32; of float32 all bits count.
 
     Left alone, TPUs and recent GPUs round float32 inputs further, each shape in its own
     way.

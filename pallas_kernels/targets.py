@@ -33,6 +33,24 @@ def gpu_interpreter() -> Iterator[None]:
         yield
 
 
+def tpu_races_found() -> bool:
+    """Whether the TPU interpreter found a race in what it ran last.
+
+    It has to be asked for (`detect_races`), and for two cores: one runs the programs of
+    a grid in turn.
+    """
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    return interpret_pallas_call.races.races_found
+
+
+def gpu_races_found() -> bool:
+    """Whether `gpu_interpreter` found a race in what it ran last."""
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    return interpret_pallas_call.get_races().races_found
+
+
 @cache
 def tpu_devices(topology: str) -> tuple[Any, ...]:
     """Devices of a TPU slice to compile for, as "v5e:2x4"; they run nothing.

@@ -221,7 +221,7 @@ def verify(
         models.taps,
         models.over,
         models.dealt(rows=True),
-        backends.attention,
+        backends,
     )
     chosen = choose(
         params,
@@ -412,7 +412,7 @@ def prefill(
         models.taps,
         models.over,
         models.dealt(rows=False),
-        backends.attention,
+        backends,
     )
     last_E = rows.hidden[count - 1]
     position_1 = (length + count)[None]

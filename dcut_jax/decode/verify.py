@@ -10,7 +10,7 @@ from dcut_jax.decode.pack import Layout, Packed, groups, unpack
 from dcut_jax.models import dense
 from dcut_jax.models.cache import KvCache, as_cached, in_order, pages_of_layer
 from dcut_jax.models.collectives import Dealt, Over
-from pallas_kernels.backends import Backend
+from pallas_kernels.backends import PLAIN, Backends
 from pallas_kernels.verify_attention import verify_attention
 
 
@@ -26,7 +26,7 @@ def verify_rows(
     taps: tuple[int, ...],
     over: Over = None,
     dealt: Dealt | None = None,
-    attention: Backend = "xla",
+    forms: Backends = PLAIN,
 ) -> dense.Rows:
     """Runs anchors and kept drafts through the target; the cache is only read.
 
@@ -34,7 +34,7 @@ def verify_rows(
     `b`'s anchor stands at position `length_B[b]`.
 
     Args:
-      attention: the form of `verify_attention`.
+      forms: of attention and experts.
     """
     width = lay.width
     group = groups(packed, lay)
@@ -59,7 +59,7 @@ def verify_rows(
             v_IWGD,
             mask_IJW,
             pages_of_layer(kv, layer, table_IN, length_I),
-            backend=attention,
+            backend=forms.attention,
         )
         return out_IJHD.reshape(-1, *out_IJHD.shape[2:])[group.place_T]
 
@@ -73,6 +73,7 @@ def verify_rows(
         taps,
         over,
         dealt,
+        expert_form=forms.experts,
     )
 
 
@@ -86,14 +87,14 @@ def prefill_rows(
     taps: tuple[int, ...],
     over: Over = None,
     dealt: Dealt | None = None,
-    attention: Backend = "xla",
+    forms: Backends = PLAIN,
 ) -> dense.Rows:
     """One chunk of one prompt: causal over itself, after `length` cached positions.
 
     Its first `count` rows are real. The pages of `kv` are the prompt's, in order.
 
     Args:
-      attention: the form of `verify_attention`.
+      forms: of attention and experts.
     """
     P = token_P.shape[0]
     table_1N = in_order(1, kv.k.shape[1])
@@ -103,7 +104,7 @@ def prefill_rows(
         k_PGD, v_PGD = as_cached(kv, k_PGD, v_PGD)
         pages = pages_of_layer(kv, layer, table_1N, length[None])
         fresh = q_PHD[None], k_PGD[None], v_PGD[None], mask_1PP
-        return verify_attention(*fresh, pages, backend=attention)[0]
+        return verify_attention(*fresh, pages, backend=forms.attention)[0]
 
     row_P = jnp.arange(P)
     return dense.forward(
@@ -116,4 +117,5 @@ def prefill_rows(
         taps,
         over,
         dealt,
+        expert_form=forms.experts,
     )

@@ -1,9 +1,9 @@
 """cuDNN's attention behind the same api: for GPUs, and only where it is asked for.
 
 Through JAX it takes one array of keys and one of values a request, in 16 bits, and a
-mask. So the pages of the whole table are gathered, turned and joined with the fresh rows
-before it starts, whatever is in them, and what comes out is rounded to 16 bits. If its
-speed is worth that, the bench of a device will tell.
+mask. So the pages of the whole table are gathered, turned and joined with the fresh
+rows before it starts, whatever is in them, and what comes out is rounded to 16 bits. If
+its speed is worth that, the bench of a device will tell.
 """
 
 import jax
@@ -31,8 +31,8 @@ def attend(
     dtype = pages.k_YPGDC.dtype
     if dtype not in (jnp.bfloat16, jnp.float16):
         raise ValueError(
-            f'backend "cudnn" takes keys and values of 16 bits, found {dtype}; keep the '
-            f'cache in bfloat16, or use "xla"'
+            f'backend "cudnn" takes keys and values of 16 bits, found {dtype}; keep '
+            f'the cache in bfloat16, or use "xla"'
         )
     keys, values, mask_B1JL = gathered(k_BSGD, v_BSGD, mask_BJS, pages, since_BJ)
     out = jax.nn.dot_product_attention(
@@ -52,7 +52,7 @@ def gathered(
     pages: Pages,
     since_BJ: Int32[Array, "B J"] | None,
 ) -> tuple[Float[Array, "B L G D"], Float[Array, "B L G D"], Bool[Array, "B 1 J L"]]:
-    """Keys, values and mask: all places of the table, and the fresh rows behind them."""
+    """Keys, values and mask: all places of the table, and fresh rows behind them."""
     page_BN = pages.valid_BN
     (B, N), C, J = page_BN.shape, pages.size, mask_BJS.shape[1]
     k_BNGDC = pages.k_YPGDC.at[pages.layer, page_BN].get(mode="clip")

@@ -4,8 +4,8 @@ Page tables and lengths are read before a page is fetched, so a page beyond a re
 length, or before its window, costs neither a transfer nor arithmetic: its turn names a
 page that is on the chip already, and does nothing.
 
-There is none for GPUs: Mosaic GPU wants products in layouts of its own. There XLA's form
-runs, or cuDNN where it is asked for.
+There is none for GPUs: Mosaic GPU wants products in layouts of its own. There XLA's
+form runs, or cuDNN where it is asked for.
 """
 
 from functools import partial

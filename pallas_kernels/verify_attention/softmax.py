@@ -143,4 +143,3 @@ def merge(
 def finish(found: Running) -> Float32[Array, "*N X D"]:
     """The mean of the values."""
     return found.weighted / found.total
-

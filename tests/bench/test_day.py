@@ -1,5 +1,6 @@
 """The GPU day: its plan, its limits, what it writes, and all of it in small."""
 
+import importlib
 import json
 import os
 import sys
@@ -139,6 +140,18 @@ def test_the_script_runs_the_day(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "--tiny" in done.stdout
+
+
+def test_every_stage_of_a_tiny_day_runs(tmp_path, capsys):
+    """In this process, as starting each alone is most of what `--tiny` takes."""
+    plan = day.stages(day.tiny(tmp_path), tmp_path)
+    for stage in plan:
+        module, *flags = stage.command
+        if module == "pytest":
+            continue
+        home = "dcut_jax.bench.__main__" if module == "dcut_jax.bench" else module
+        assert importlib.import_module(home).main(flags) == 0, stage.name
+        assert day.read_result(stage, capsys.readouterr().out), stage.name
 
 
 @pytest.mark.slow

@@ -55,7 +55,9 @@ def test_a_form_that_fails_hides_no_other(monkeypatch):
         return (jnp.ones(3),)
 
     broken = bench.Work("broken", run, args, 1, 1, ("pallas_interpret",))
-    records = list(bench.time_here([broken, bench.topk_work(4, 3, 2)], jax.devices()[0]))
+    records = list(
+        bench.time_here([broken, bench.topk_work(4, 3, 2)], jax.devices()[0])
+    )
     assert [r.checked for r in records] == ["equal", "fails: not installed", "equal"]
     assert records[1].median_ms is None
     assert "not installed" in bench.table(records)

@@ -18,6 +18,7 @@ from pallas_kernels.targets import (
     export_for,
     lowering_for,
     tpu_devices,
+    tpu_races_found,
 )
 from pallas_kernels.verify_attention import Pages, cudnn, kernel, verify_attention
 from pallas_kernels.verify_attention.cases import (
@@ -170,14 +171,12 @@ def test_pages_that_no_row_sees_are_left_out():
     ids=lambda one: one.name,
 )
 def test_the_tpu_interpreter_finds_no_race_and_nothing_out_of_bounds(one):
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
-
-    params = pltpu.InterpretParams(detect_races=True)
+    params = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
     since_BJ = first_seen(jnp.asarray(one.position_BJ), one.window)
     launch = jax.jit(partial(kernel.launch_tpu, interpret=params))
     got = launch(*arguments(one), pages_of(one), since_BJ)
     assert_close(got, one)
-    assert not interpret_pallas_call.races.races_found
+    assert not tpu_races_found()
 
 
 def random_attention(seed: int) -> Case:
@@ -349,8 +348,8 @@ def test_cudnn_lowers_for_cuda(monkeypatch):
         assert "__cudnn$fmhaScaleBiasSoftmax" in text
         with pytest.raises(ValueError, match="capability 9.0 .* this is a CPU"):
             traced.lower()
+    call, args = declared(SHAPES[1], jnp.float32)
     with pytest.raises(ValueError, match="16 bits, found float32; keep the cache in"):
-        call, args = declared(SHAPES[1], jnp.float32)
         jax.eval_shape(call("cudnn"), *args)
 
 

@@ -16,8 +16,8 @@ from dcut_jax.models.cache import (
     in_order,
     init_cache,
     page_bytes,
-    pages_of_layer,
     pages_for,
+    pages_of_layer,
     write_pages,
     write_rows,
 )
