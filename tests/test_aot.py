@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -107,3 +108,18 @@ def test_the_command_writes_both_tables(tmp_path, monkeypatch, capsys):
     assert aot.main(command) == 1
     assert "a refusal: no" in capsys.readouterr().out
     assert len(json.loads(out.with_suffix(".json").read_text())["rows"]) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_whole_step_compiles_for_tpus_with_the_kernels(tiny, count):
+    """By TPUs' own compiler, where it is installed: attention and plan, and a head."""
+    pytest.importorskip("libtpu")
+    devices = partial(aot.targets.tpu_devices, "v5e:2x2")
+    target = aot.Target(f"v5e x{count}", count, devices)
+    rows = [
+        aot.compiled_row(target.name, program)
+        for program in aot.step_programs(target, "SmolLM2-135M", slots=4)
+    ]
+    assert [(r.program, r.error) for r in rows if r.error] == []
+    assert len(rows) == 8

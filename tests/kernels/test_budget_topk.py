@@ -1,6 +1,7 @@
 """budget_topk: every backend against a sort of tuples."""
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -205,6 +206,14 @@ def test_the_tpu_interpreter_finds_no_race_and_nothing_out_of_bounds():
         assert not tpu_races_found(), one.name
 
 
+def test_the_gpu_interpreter_agrees_and_finds_nothing_out_of_bounds():
+    with gpu_interpreter():
+        launch = jax.jit(partial(kernel.launch_gpu, drafts=SMALL[1]))
+        for one in SMALL_CASES[1::2]:
+            got, want = launched(launch, one)
+            jax.tree.map(np.testing.assert_array_equal, got, tuple(want))
+
+
 def test_the_gpu_interpreter_finds_no_race(monkeypatch):
     """With its blocks as one cluster, for only those are there at once."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -215,12 +224,12 @@ def test_the_gpu_interpreter_finds_no_race(monkeypatch):
         return make(body, cluster=grid, cluster_names=grid_names, **rest)
 
     monkeypatch.setattr(plgpu, "kernel", as_cluster)
+    one = replace(SMALL_CASES[1], budget_R=np.array([3, 17], np.int32))
     with gpu_interpreter():
         launch = jax.jit(partial(kernel.launch_gpu, drafts=SMALL[1]))
-        for one in SMALL_CASES[1::2]:
-            got, want = launched(launch, one)
-            jax.tree.map(np.testing.assert_array_equal, got, tuple(want))
-            assert not gpu_races_found(), one.name
+        got, want = launched(launch, one)
+        jax.tree.map(np.testing.assert_array_equal, got, tuple(want))
+    assert not gpu_races_found()
 
 
 def lowered_for(platform: str, backend: Backend, batch: int, drafts: int, budgets: int):
