@@ -215,8 +215,10 @@ def attention_programs(
 
     A hidden copy of the cache, in another layout, would be seen among the temporaries.
     """
-    other: Backend = "pallas_tpu" if platform == "tpu" else "cudnn"
-    backends: tuple[Backend, ...] = ("xla", other)
+    # cuDNN is left out: its call compiles only beside the library, which is large.
+    backends: tuple[Backend, ...] = ("xla",)
+    if platform == "tpu":
+        backends += ("pallas_tpu",)
     for backend, (B, J, H, G, D) in product(backends, ATTENTIONS):
 
         def attend(q, k, v, mask, k_pages, v_pages, page_BN, length_B, backend=backend):
