@@ -41,7 +41,9 @@ def tpu_races_found() -> bool:
     """
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
-    return interpret_pallas_call.races.races_found
+    races = interpret_pallas_call.races
+    assert races is not None, "nothing was run in the interpreter"
+    return races.races_found
 
 
 def gpu_races_found() -> bool:

@@ -1,6 +1,5 @@
 """The GPU day: its plan, its limits, what it writes, and all of it in small."""
 
-import importlib
 import json
 import os
 import sys
@@ -112,12 +111,13 @@ def test_the_plan_of_a_gpu_fits_its_time_and_its_flags_are_known(tmp_path):
         "pallas_kernels.bench": kernels.parser().parse_args,
         "dcut_jax.bench.day": day.parser().parse_args,
     }
-    parsed = [
-        parsers[stage.command[0]](list(stage.command[1:]))
-        for stage in plan
-        if stage.command[0] in parsers
-    ]
-    assert len(parsed) == len(plan) - 1  # pytest's are its own
+    for some in (plan, day.stages(day.tiny(tmp_path), tmp_path)):
+        parsed = [
+            parsers[stage.command[0]](list(stage.command[1:]))
+            for stage in some
+            if stage.command[0] in parsers
+        ]
+        assert len(parsed) == len(some) - 1  # pytest's are its own
     batches = step_times.parser().get_default("batch_sizes")
     assert (min(batches), max(batches)) == (1, 256)
 
@@ -142,21 +142,13 @@ def test_the_script_runs_the_day(tmp_path):
     assert "--tiny" in done.stdout
 
 
-def test_every_stage_of_a_tiny_day_runs(tmp_path, capsys):
-    """In this process, as starting each alone is most of what `--tiny` takes."""
-    plan = day.stages(day.tiny(tmp_path), tmp_path)
-    for stage in plan:
-        module, *flags = stage.command
-        if module == "pytest":
-            continue
-        home = "dcut_jax.bench.__main__" if module == "dcut_jax.bench" else module
-        assert importlib.import_module(home).main(flags) == 0, stage.name
-        assert day.read_result(stage, capsys.readouterr().out), stage.name
-
-
 @pytest.mark.slow
 def test_a_tiny_day(tmp_path):
-    """All stages, as processes, on next to nothing."""
+    """All stages, as processes, on next to nothing.
+
+    Not in every run: in one process on two busy cores its stages took 100 s of
+    processor time, for they compile 110 programs.
+    """
     pytest.importorskip("matplotlib")
     out = tmp_path / "day"
     assert day.main(["--tiny", "--out", str(out), "--minutes", "60"]) == 0
