@@ -10,8 +10,9 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,14 @@ from dcut_jax.cost.table import CostTable
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.decode.placing import abstract
 from dcut_jax.decode.steps import Models, StepShapes, anchors_only, everything
+from dcut_jax.engine.engine import PREFILL_CHUNKS
 from dcut_jax.engine.policy import DCutPolicy
 from dcut_jax.engine.synthetic import usual_drafter_config
 from dcut_jax.files import write_text
 from dcut_jax.mesh import Placement
 from dcut_jax.models.cache import capacity
 from pallas_kernels import targets
-from pallas_kernels.backends import defaults
+from pallas_kernels.backends import Backend, defaults
 from pallas_kernels.budget_topk import budget_topk
 from pallas_kernels.confidence import head_confidence
 from pallas_kernels.verify_attention import Pages, verify_attention
@@ -130,19 +132,27 @@ class Row:
     error: str = ""
 
 
-def compiled_row(target: str, program: str, build: Callable[[], Any]) -> Row:
+@dataclass(frozen=True)
+class Program:
+    """Something to compile, once it is asked to."""
+
+    name: str
+    build: Callable[[], Any]
+
+
+def compiled_row(target: str, program: Program) -> Row:
     """Compiles, and reads what there is to read."""
     start = time.perf_counter()
     try:
-        done = build()
+        done = program.build()
     except Exception as error:  # whatever a compiler raises belongs into the table
         words = " ".join(str(error).split())[:200]
-        return Row(target, program, time.perf_counter() - start, error=words)
+        return Row(target, program.name, time.perf_counter() - start, error=words)
     seconds = time.perf_counter() - start
     memory, cost = done.memory_analysis(), done.cost_analysis() or {}
     return Row(
         target=target,
-        program=program,
+        program=program.name,
         seconds=seconds,
         arguments_bytes=memory.argument_size_in_bytes,
         outputs_bytes=memory.output_size_in_bytes,
@@ -152,7 +162,7 @@ def compiled_row(target: str, program: str, build: Callable[[], Any]) -> Row:
     )
 
 
-def kernel_rows(target: Target) -> Iterator[Row]:
+def kernel_programs(target: Target) -> Iterator[Program]:
     """Every kernel in the device's own form, at a small and a large size."""
     device = target.devices()[0]
     forms = defaults(device)
@@ -164,8 +174,7 @@ def kernel_rows(target: Target) -> Iterator[Row]:
             return jax.jit(fn).lower(*args).compile()
 
     for B, K, R in [(16, 15, 8), (512, 31, 16)]:
-        yield compiled_row(
-            target.name,
+        yield Program(
             f"budget_topk {forms.budget_topk} {B}x{K}, {R} budgets",
             partial(
                 compiled,
@@ -183,12 +192,11 @@ def kernel_rows(target: Target) -> Iterator[Row]:
                 backend=backend,  # type: ignore[arg-type]
                 chunk=forms.head_chunk,
             )
-            yield compiled_row(
-                target.name,
+            yield Program(
                 f"confidence {backend} {N}x{E}, {V} words",
                 partial(compiled, fn, ((N, E), jnp.float32), ((V, E), jnp.bfloat16)),
             )
-    yield from attention_rows(target.name, device.platform, compiled)
+    yield from attention_programs(device.platform, compiled)
 
 
 ATTENTIONS = [  # requests, rows, heads, key/value heads, head dimension
@@ -200,40 +208,46 @@ ATTENTIONS = [  # requests, rows, heads, key/value heads, head dimension
 CACHE_PAGES, TABLE = 4096, POSITIONS // 128
 
 
-def attention_rows(
-    target: str, platform: str, compiled: Callable[..., Any]
-) -> Iterator[Row]:
+def attention_programs(
+    platform: str, compiled: Callable[..., Any]
+) -> Iterator[Program]:
     """`verify_attention` over a cache that is large beside all else.
 
     A hidden copy of the cache, in another layout, would be seen among the temporaries.
     """
-    for backend in ("xla", "pallas_tpu") if platform == "tpu" else ("xla",):
-        for B, J, H, G, D in ATTENTIONS:
+    # cuDNN is left out: its call compiles only beside the library, which is large.
+    backends: tuple[Backend, ...] = ("xla",)
+    if platform == "tpu":
+        backends += ("pallas_tpu",)
+    for backend, (B, J, H, G, D) in product(backends, ATTENTIONS):
 
-            def attend(q, k, v, mask, k_pages, v_pages, page_BN, length_B):
-                pages = Pages(k_pages, v_pages, 1, page_BN, length_B)
-                return verify_attention(q, k, v, mask, pages, backend=backend)  # noqa: B023
+        def attend(q, k, v, mask, k_pages, v_pages, page_BN, length_B, backend=backend):
+            pages = Pages(k_pages, v_pages, 1, page_BN, length_B)
+            return verify_attention(q, k, v, mask, pages, backend=backend)
 
-            fresh = ((B, J, G, D), jnp.bfloat16)
-            shapes = (
-                ((B, J, H, D), jnp.float32),
-                fresh,
-                fresh,
-                ((B, J, J), jnp.bool_),
-                ((2, CACHE_PAGES, G, D, 128), jnp.bfloat16),
-                ((2, CACHE_PAGES, G, 128, D), jnp.bfloat16),
-                ((B, TABLE), jnp.int32),
-                ((B,), jnp.int32),
-            )
-            yield compiled_row(
-                target,
-                f"attention {backend} {B}x{J}, {H}/{G}x{D}",
-                partial(compiled, attend, *shapes),
-            )
+        fresh = ((B, J, G, D), jnp.bfloat16)
+        shapes = (
+            ((B, J, H, D), jnp.float32),
+            fresh,
+            fresh,
+            ((B, J, J), jnp.bool_),
+            ((2, CACHE_PAGES, G, D, 128), jnp.bfloat16),
+            ((2, CACHE_PAGES, G, 128, D), jnp.bfloat16),
+            ((B, TABLE), jnp.int32),
+            ((B,), jnp.int32),
+        )
+        yield Program(
+            f"attention {backend} {B}x{J}, {H}/{G}x{D}",
+            partial(compiled, attend, *shapes),
+        )
 
 
-def step_rows(target: Target, name: str, slots: int) -> Iterator[Row]:
-    """A step of a model in bfloat16, its heads cut over all devices of the target."""
+def step_programs(target: Target, name: str, slots: int) -> Iterator[Program]:
+    """A step of a model in bfloat16, its heads cut over all devices of the target.
+
+    What has an LM head in it comes a second time where the device has a kernel for that
+    and it is not the default.
+    """
     devices = target.devices()[: target.count]
     mesh = Mesh(np.asarray(devices), ("model",))
     models = models_of(name)
@@ -241,32 +255,42 @@ def step_rows(target: Target, name: str, slots: int) -> Iterator[Row]:
         ("target", "drafter", "draft_embed_VE", "draft_head_VE"), jnp.bfloat16
     )
     models = abstract(models, Placement(mesh, "tp"), dtypes)
+    forms = defaults(devices[0])
     shapes = StepShapes(
         slots=slots,
         positions=capacity(POSITIONS),
         width=WIDTH + 1,
         stops=4,
-        backends=defaults(devices[0]),
+        backends=forms,
         shards=models.shards,
     )
     compiler = Compiler(models, jnp.bfloat16)
     key = DCutPolicy(CostTable.empty()).plan_key(shapes)
     full = everything(shapes, WIDTH)
+    chunk = max(PREFILL_CHUNKS)
     steps: dict[str, Callable[[], Any]] = {
         f"draft {WIDTH}": partial(compiler.draft, shapes, WIDTH),
         "decide": partial(compiler.decide, shapes, key),
         "verify anchors": partial(compiler.verify, shapes, anchors_only(shapes)),
         f"verify {full.rows} rows": partial(compiler.verify, shapes, full),
         f"commit {full.rows} rows": partial(compiler.commit, shapes, full.rows),
+        f"prefill {chunk}": partial(compiler.prefill, shapes, chunk),
     }
+    if devices[0].platform == "tpu":
+        more = replace(shapes, backends=replace(forms, confidence="pallas_tpu"))
+        steps |= {
+            f"draft {WIDTH}, head in a kernel": partial(compiler.draft, more, WIDTH),
+            f"verify {full.rows} rows, head in a kernel": partial(
+                compiler.verify, more, full
+            ),
+        }
     for step, job in steps.items():
 
         def build(job: Callable[[], Any] = job) -> Any:
             compiler.prepare([job])
             return job()
 
-        program = f"{Path(name).stem}, batch {slots}: {step}"
-        yield compiled_row(target.name, program, build)
+        yield Program(f"{Path(name).stem}, batch {slots}: {step}", build)
 
 
 def markdown(rows: Sequence[Row]) -> str:
@@ -303,19 +327,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = [t for t in known if not args.targets or t.name in args.targets]
     rows: list[Row] = []
     for target in chosen:
-        jobs: list[Iterator[Row]] = []
-        if target.count == 1:
-            jobs.append(kernel_rows(target))
-        models = target.models if args.models is None else args.models
-        jobs += [step_rows(target, name, args.batch_size) for name in models]
-        for job in jobs:
-            for row in job:
-                print(f"{row.target}: {row.program}: {row.error or 'ok'}", flush=True)
-                rows.append(row)
-                if args.out:  # after each, for some take many minutes
-                    save(Path(args.out), args.platform, rows)
+        for program in programs_of(target, args.models, args.batch_size):
+            if args.only not in program.name:
+                continue
+            row = compiled_row(target.name, program)
+            print(f"{row.target}: {row.program}: {row.error or 'ok'}", flush=True)
+            rows.append(row)
+            if args.out:  # after each, for some take many minutes
+                save(Path(args.out), args.platform, rows)
     print(markdown(rows))
     return 1 if any(row.error for row in rows) else 0
+
+
+def programs_of(
+    target: Target, models: Sequence[str] | None, slots: int
+) -> Iterator[Program]:
+    """All that is compiled for a target; kernels once, for one of its devices."""
+    if target.count == 1:
+        yield from kernel_programs(target)
+    for name in target.models if models is None else models:
+        yield from step_programs(target, name, slots)
 
 
 def save(out: Path, platform: str, rows: Sequence[Row]) -> None:
@@ -343,6 +374,9 @@ def parser() -> argparse.ArgumentParser:
         nargs="*",
         help="whose steps are compiled: SmolLM2-135M or files like those in "
         "configs/targets, or none; default: a small one, on 8 devices a larger",
+    )
+    p.add_argument(
+        "--only", metavar="WORDS", default="", help="programs with this in their name"
     )
     p.add_argument("--batch-size", type=int, default=32)
     p.add_argument("--out", help="where to write, without suffix: .json and .md")

@@ -16,10 +16,7 @@ KINDS = {"tpu": ("TPU v5e", "tpu"), "cuda": ("NVIDIA H200", "gpu")}
 
 def export_for(platform: str, run: Callable[..., Any], *args: Any) -> str:
     """The program of `run`, lowered for a "tpu" or for "cuda"; args are shapes."""
-    kind, name = KINDS[platform]
-    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=1, platform=name)
-    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh):
+    with lowering_for(platform):
         lowered = export.export(jax.jit(run), platforms=[platform])(*args)
     return lowered.mlir_module()
 
@@ -34,6 +31,26 @@ def gpu_interpreter() -> Iterator[None]:
         from jax._src.pallas.mosaic_gpu.interpret import params as home
     with home.force_gpu_interpret_mode(home.InterpretGPUParams(detect_races=True)):
         yield
+
+
+def tpu_races_found() -> bool:
+    """Whether the TPU interpreter found a race in what it ran last.
+
+    It has to be asked for (`detect_races`), and for two cores: one runs the programs of
+    a grid in turn.
+    """
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    races = interpret_pallas_call.races
+    assert races is not None, "nothing was run in the interpreter"
+    return races.races_found
+
+
+def gpu_races_found() -> bool:
+    """Whether `gpu_interpreter` found a race in what it ran last."""
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    return interpret_pallas_call.get_races().races_found
 
 
 @cache
@@ -68,10 +85,19 @@ def h200_devices(count: int = 1) -> tuple[Any, ...]:
 def compiling_for(device: Any) -> Any:
     """A context in which what asks for the chip while it is lowered finds `device`."""
     name = "tpu" if device.platform == "tpu" else "gpu"
-    chip = jax.sharding.AbstractDevice(
-        device_kind=device.device_kind, num_cores=1, platform=name
+    return _chip(device.device_kind, name)
+
+
+def lowering_for(platform: str) -> Any:
+    """The same for some "tpu", or for "cuda"."""
+    return _chip(*KINDS[platform])
+
+
+def _chip(kind: str, platform: str) -> Any:
+    device = jax.sharding.AbstractDevice(
+        device_kind=kind, num_cores=1, platform=platform
     )
-    mesh = jax.sharding.AbstractMesh((), (), abstract_device=chip)
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
     return jax.sharding.use_abstract_mesh(mesh)
 
 

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -40,14 +40,18 @@ def tiny(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="needs two devices")
 def test_a_whole_step_compiles_from_declared_parameters_over_a_mesh(tiny):
-    rows = list(aot.step_rows(HERE, "SmolLM2-135M", slots=2))
-    assert [r.error for r in rows] == [""] * 5
+    rows = [
+        aot.compiled_row(HERE.name, program)
+        for program in aot.step_programs(HERE, "SmolLM2-135M", slots=2)
+    ]
+    assert [r.error for r in rows] == [""] * 6
     assert [r.program.split(": ")[1] for r in rows] == [
         "draft 15",
         "decide",
         "verify anchors",
         "verify 32 rows",
         "commit 32 rows",
+        "prefill 128",
     ]
     verify = rows[3]
     # In bfloat16. Each of two devices holds half of what is cut, and all of the rest.
@@ -72,16 +76,15 @@ def test_what_a_compiler_refuses_is_a_row_of_the_table():
     def build():
         raise ValueError("no room |\n for this")
 
-    row = aot.compiled_row("a chip", "a program", build)
+    row = aot.compiled_row("a chip", aot.Program("a program", build))
     assert row.error == "no room | for this"
     assert "refused: no room" in aot.markdown([row])
 
 
 def test_numbers_are_those_of_the_program():
     x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
-    row = aot.compiled_row(
-        "cpu", "product", lambda: jax.jit(lambda a, b: a @ b).lower(x, x).compile()
-    )
+    matrices = jax.jit(lambda a, b: a @ b).lower(x, x)
+    row = aot.compiled_row("cpu", aot.Program("product", matrices.compile))
     assert row.arguments_bytes == 2 * 256 * 256 * 4
     assert row.outputs_bytes == 256 * 256 * 4
     assert row.flops == pytest.approx(2 * 256**3, rel=0.01)
@@ -89,17 +92,34 @@ def test_numbers_are_those_of_the_program():
 
 
 def test_the_command_writes_both_tables(tmp_path, monkeypatch, capsys):
-    row = aot.Row("v5e x1", "a program", 1.0, 2**20, 0, 2**21, 1e9, 2**22)
-    monkeypatch.setattr(aot, "kernel_rows", lambda target: iter([row]))
-    monkeypatch.setattr(aot, "step_rows", lambda *args: iter([]))
+    def refuse():
+        raise ValueError("no")
+
+    x = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+    addition = aot.Program("an addition", jax.jit(lambda x: x + 1).lower(x).compile)
+    programs = [addition, aot.Program("a refusal", refuse)]
+    monkeypatch.setattr(aot, "programs_of", lambda *args: iter(programs))
     out = tmp_path / "tpu"
-    assert aot.main(["tpu", "--targets", "v5e x1", "--out", str(out)]) == 0
-    assert "| v5e x1 | a program | 1.0 | 2.0 | 1.00 | 4.0 | 1.0 |" in (
-        out.with_suffix(".md").read_text()
-    )
-    record = json.loads(out.with_suffix(".json").read_text())
-    assert record["rows"][0]["temporary_bytes"] == 2**21
-    refused = replace(row, error="no")
-    monkeypatch.setattr(aot, "kernel_rows", lambda target: iter([refused]))
-    assert aot.main(["tpu", "--targets", "v5e x1"]) == 1
-    assert "a program: no" in capsys.readouterr().out
+    command = ["tpu", "--targets", "v5e x1", "--out", str(out)]
+    assert aot.main([*command, "--only", "addition"]) == 0
+    assert "| v5e x1 | an addition | 1.0 | 0.0 |" in out.with_suffix(".md").read_text()
+    [row] = json.loads(out.with_suffix(".json").read_text())["rows"]
+    assert (row["target"], row["arguments_bytes"]) == ("v5e x1", 2**20)
+    assert aot.main(command) == 1
+    assert "a refusal: no" in capsys.readouterr().out
+    assert len(json.loads(out.with_suffix(".json").read_text())["rows"]) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_whole_step_compiles_for_tpus_with_the_kernels(tiny, count):
+    """By TPUs' own compiler, where it is installed: attention and plan, and a head."""
+    pytest.importorskip("libtpu")
+    devices = partial(aot.targets.tpu_devices, "v5e:2x2")
+    target = aot.Target(f"v5e x{count}", count, devices)
+    rows = [
+        aot.compiled_row(target.name, program)
+        for program in aot.step_programs(target, "SmolLM2-135M", slots=4)
+    ]
+    assert [(r.program, r.error) for r in rows if r.error] == []
+    assert len(rows) == 8

@@ -105,15 +105,15 @@ class Compiler:
                     f"{key[0]} of {key[1:]} was not prepared; an engine compiles all "
                     f"that its policy can ask for when it is built"
                 )
-            lowered = self._lowered(build())
             options = compiler_options(self.models.placement)
+            lowered = self._traced(build()).lower()
             self._kept[key] = lowered.compile(compiler_options=options)
         return self._kept[key]
 
-    def _lowered(self, step: "_Step") -> Any:
+    def _traced(self, step: "_Step") -> Any:
         placement, at = self.models.placement, self._at
         if placement is None or at is None:
-            return jax.jit(step.fn, donate_argnums=step.donated).lower(*step.args)
+            return jax.jit(step.fn, donate_argnums=step.donated).trace(*step.args)
         ins, outs = (
             jax.tree.map(lambda name: getattr(at, name), names)
             for names in (step.ins, step.outs)
@@ -134,7 +134,7 @@ class Compiler:
             in_shardings=jax.tree.map(placement.sharding, ins),
             out_shardings=jax.tree.map(placement.sharding, outs),
         )
-        return jitted.lower(*step.args)
+        return jitted.trace(*step.args)
 
     def _state(self, shapes: S.StepShapes) -> DecodeState:
         return jax.eval_shape(lambda: _init_state(shapes))

@@ -165,6 +165,7 @@ def draft(
         state.table_BN,
         width,
         models.over,
+        backends.attention,
     )
     best = propose(
         params["drafter"],
@@ -220,6 +221,7 @@ def verify(
         models.taps,
         models.over,
         models.dealt(rows=True),
+        backends,
     )
     chosen = choose(
         params,
@@ -410,6 +412,7 @@ def prefill(
         models.taps,
         models.over,
         models.dealt(rows=False),
+        backends,
     )
     last_E = rows.hidden[count - 1]
     position_1 = (length + count)[None]

@@ -8,9 +8,10 @@ from jaxtyping import Array, Int
 from dcut_jax.config import ModelConfig
 from dcut_jax.decode.pack import Layout, Packed, groups, unpack
 from dcut_jax.models import dense
-from dcut_jax.models.attention import attend
-from dcut_jax.models.cache import KvCache, as_cached, in_order, read_pages
+from dcut_jax.models.cache import KvCache, as_cached, in_order, pages_of_layer
 from dcut_jax.models.collectives import Dealt, Over
+from pallas_kernels.backends import PLAIN, Backends
+from pallas_kernels.verify_attention import verify_attention
 
 
 def verify_rows(
@@ -25,11 +26,15 @@ def verify_rows(
     taps: tuple[int, ...],
     over: Over = None,
     dealt: Dealt | None = None,
+    forms: Backends = PLAIN,
 ) -> dense.Rows:
     """Runs anchors and kept drafts through the target; the cache is only read.
 
     A row sees its request's cache and the rows of its request up to itself. Request
     `b`'s anchor stands at position `length_B[b]`.
+
+    Args:
+      forms: of attention and experts.
     """
     width = lay.width
     group = groups(packed, lay)
@@ -48,8 +53,14 @@ def verify_rows(
         else:  # every group is a slot's own
             k_IWGD, v_IWGD = k_BWGD, v_BWGD
             length_I, table_IN = length_B, table_BN
-        cached = read_pages(kv, table_IN, layer, length_I)
-        out_IJHD = attend(q_THD[group.row_IJ], k_IWGD, v_IWGD, mask_IJW, cached)
+        out_IJHD = verify_attention(
+            q_THD[group.row_IJ],
+            k_IWGD,
+            v_IWGD,
+            mask_IJW,
+            pages_of_layer(kv, layer, table_IN, length_I),
+            backend=forms.attention,
+        )
         return out_IJHD.reshape(-1, *out_IJHD.shape[2:])[group.place_T]
 
     return dense.forward(
@@ -62,6 +73,7 @@ def verify_rows(
         taps,
         over,
         dealt,
+        expert_form=forms.experts,
     )
 
 
@@ -75,19 +87,24 @@ def prefill_rows(
     taps: tuple[int, ...],
     over: Over = None,
     dealt: Dealt | None = None,
+    forms: Backends = PLAIN,
 ) -> dense.Rows:
     """One chunk of one prompt: causal over itself, after `length` cached positions.
 
     Its first `count` rows are real. The pages of `kv` are the prompt's, in order.
+
+    Args:
+      forms: of attention and experts.
     """
     P = token_P.shape[0]
     table_1N = in_order(1, kv.k.shape[1])
     mask_1PP = jnp.tril(jnp.ones((P, P), bool))[None]
 
     def attend_layer(layer: int, q_PHD: Array, k_PGD: Array, v_PGD: Array) -> Array:
-        cached = read_pages(kv, table_1N, layer, length[None])
         k_PGD, v_PGD = as_cached(kv, k_PGD, v_PGD)
-        return attend(q_PHD[None], k_PGD[None], v_PGD[None], mask_1PP, cached)[0]
+        pages = pages_of_layer(kv, layer, table_1N, length[None])
+        fresh = q_PHD[None], k_PGD[None], v_PGD[None], mask_1PP
+        return verify_attention(*fresh, pages, backend=forms.attention)[0]
 
     row_P = jnp.arange(P)
     return dense.forward(
@@ -100,4 +117,5 @@ def prefill_rows(
         taps,
         over,
         dealt,
+        expert_form=forms.experts,
     )

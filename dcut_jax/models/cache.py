@@ -16,11 +16,10 @@ from typing import Any
 
 import flax.struct
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from dcut_jax.models.attention import CachedContext
+from pallas_kernels.verify_attention import Pages
 
 CHUNK = 128  # positions of a page, C
 NO_PAGE = 2**31 - 1  # beyond every page
@@ -64,19 +63,14 @@ def in_order(slots: int, pages: int) -> Int[Array, "B N"]:
     return jnp.arange(slots * pages, dtype=jnp.int32).reshape(slots, pages)
 
 
-def read_pages(
-    kv: KvCache, table_BN: Int[Array, "B N"], layer: int, length_B: Int[Array, "B"]
-) -> CachedContext:
-    """One layer of the pages that each row of a table names; rows may repeat."""
+def pages_of_layer(
+    kv: KvCache, layer: int, table_BN: Int[Array, "B N"], length_B: Int[Array, "B"]
+) -> Pages:
+    """One layer of the pages that each row of a table names; rows may repeat.
 
-    def read(start: Array) -> tuple[Array, Array]:
-        page_B = lax.dynamic_index_in_dim(table_BN, start // CHUNK, 1, keepdims=False)
-        return (
-            kv.k.at[layer, page_B].get(mode="clip"),
-            kv.v.at[layer, page_B].get(mode="clip"),
-        )
-
-    return CachedContext(read, length_B, CHUNK)
+    It is what attention takes; nothing is read before.
+    """
+    return Pages(kv.k, kv.v, layer, table_BN, length_B)
 
 
 def as_cached(kv: KvCache, k: Array, v: Array) -> tuple[Array, Array]:

@@ -14,17 +14,18 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dcut_jax.config import ModelConfig
 from dcut_jax.models import experts
-from dcut_jax.models.attention import attend, causal_mask
 from dcut_jax.models.collectives import Dealt, Over, lookup, total
 from dcut_jax.models.layers import (
     attention_inputs,
-    product,
     project,
     rms_norm,
     rotation,
     swiglu,
 )
 from dcut_jax.models.params import ParamSpec
+from pallas_kernels.backends import Backend
+from pallas_kernels.products import product
+from pallas_kernels.verify_attention import sequence_attention
 
 Attend = Callable[[int, Array, Array, Array], Array]
 Feed = Callable[[Array, dict[str, Any], ModelConfig, Array], Array]
@@ -134,6 +135,7 @@ def feed_forward(
     valid: Bool[Array, "*N"],
     over: Over = None,
     dealt: Dealt | None = None,
+    form: Backend = "platform",
 ) -> tuple[Float[Array, "*N E"], Array | int]:
     """The second half of a layer: dense, or the experts that its rows are sent to.
 
@@ -142,7 +144,9 @@ def feed_forward(
     if "experts" not in layer:
         return swiglu(x, layer, over), 0
     assert cfg.experts is not None, "a layer with experts, in a config without"
-    return experts.forward_on_mesh(x, layer["experts"], cfg.experts, valid, over, dealt)
+    return experts.forward_on_mesh(
+        x, layer["experts"], cfg.experts, valid, over, dealt, form
+    )
 
 
 def forward(
@@ -156,6 +160,7 @@ def forward(
     over: Over = None,
     dealt: Dealt | None = None,
     feed: Feed | None = None,
+    expert_form: Backend = "platform",
 ) -> Rows:
     """Runs token rows through the decoder layers.
 
@@ -169,6 +174,7 @@ def forward(
         queries, keys and values are of this device's heads.
       dealt: how experts are dealt over another mesh axis, see `experts.exchange`.
       feed: in place of `feed_forward`, for one that records or trains.
+      expert_form: of `pallas_kernels.experts`, where a layer has experts.
     """
     x = embed(token, params["embed_VE"], over)
     by = rotation(position, cfg.rope, cfg.head_dim)
@@ -185,7 +191,9 @@ def forward(
             x = x + total(out, over)
             h = rms_norm(x, layer["mlp_norm_E"], cfg.norm_eps)
             if feed is None:
-                more, slow = feed_forward(h, layer, cfg, valid, over, dealt)
+                more, slow = feed_forward(
+                    h, layer, cfg, valid, over, dealt, expert_form
+                )
                 x, crowded = x + more, crowded + slow
             else:
                 x = x + feed(h, layer, cfg, valid)
@@ -199,6 +207,14 @@ def forward(
         v=jnp.stack(values),
         crowded=jnp.asarray(crowded) if dealt and dealt.rows else None,
     )
+
+
+def causal_mask(valid_NS: Bool[Array, "N S"]) -> Bool[Array, "N S S"]:
+    """Whole sequences: a position sees itself and the valid ones before it."""
+    S = valid_NS.shape[1]
+    before_SS = jnp.tril(jnp.ones((S, S), bool))
+    # The diagonal stays visible on padding, so that its softmax is defined.
+    return before_SS[None] & (valid_NS[:, None, :] | jnp.eye(S, dtype=bool)[None])
 
 
 def forward_sequences(
@@ -215,7 +231,7 @@ def forward_sequences(
 
     def attend_layer(layer: int, q: Array, k: Array, v: Array) -> Array:
         del layer
-        return attend(q, k, v, mask_NSS)
+        return sequence_attention(q, k, v, mask_NSS)
 
     return forward(
         params, cfg, token_NS, position_NS, valid_NS, attend_layer, taps, feed=feed

@@ -20,20 +20,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dcut_jax.config import DrafterConfig
-from dcut_jax.models.attention import attend
-from dcut_jax.models.cache import KvCache, read_pages
+from dcut_jax.models.cache import KvCache, pages_of_layer
 from dcut_jax.models.collectives import Over, lookup, own_columns, total
 from dcut_jax.models.dense import embed, layer_specs
 from dcut_jax.models.layers import (
     attention_inputs,
     key_value,
-    product,
     project,
     rms_norm,
     rotation,
     swiglu,
 )
 from dcut_jax.models.params import ParamSpec
+from pallas_kernels.backends import Backend
+from pallas_kernels.products import product
+from pallas_kernels.verify_attention import verify_attention
 
 Attend = Callable[[int, Array, Array, Array], Array]
 
@@ -228,6 +229,7 @@ def block_forward(
     table_BN: Int[Array, "B N"],
     width: int,
     over: Over = None,
+    attention: Backend = "xla",
 ) -> Float[Array, "B K E"]:
     """Hidden states of `width` draft slots per request, ready for the LM head.
 
@@ -241,6 +243,7 @@ def block_forward(
       width: drafts wanted, `1..cfg.max_drafts`. On non-causal layers the drafts of a
         narrow block need not be a prefix of a wide block's.
       over: see `dense.forward`.
+      attention: the form of `verify_attention`.
 
     Raises:
       ValueError: `width` is out of range.
@@ -250,12 +253,13 @@ def block_forward(
     position_BW = start_B[:, None] + jnp.arange(W)[None, :]
 
     def attend_layer(i: int, q: Array, k: Array, v: Array) -> Array:
-        return attend(
+        return verify_attention(
             q,
             k,
             v,
             jnp.broadcast_to(block_mask(cfg, i, W)[None], (B, W, W)),
-            read_pages(kv, table_BN, i, start_B),
+            pages_of_layer(kv, i, table_BN, start_B),
+            backend=attention,
             position_BJ=position_BW,
             window=layer_window(cfg, i),
         )

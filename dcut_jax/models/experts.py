@@ -17,6 +17,7 @@ from dcut_jax.config import ExpertsConfig
 from dcut_jax.models.collectives import Dealt, Over, total
 from dcut_jax.models.layers import project, swiglu
 from dcut_jax.models.params import ParamSpec
+from pallas_kernels.backends import Backend
 from pallas_kernels.experts import grouped_swiglu
 
 
@@ -90,12 +91,14 @@ def forward_on_mesh(
     valid: Bool[Array, "*N"],
     over: Over,
     dealt: Dealt | None,
+    form: Backend = "platform",
 ) -> tuple[Float[Array, "*N E"], Int[Array, ""] | int]:
     """`forward`, and what `exchange` counts.
 
     Args:
       over: the mesh axis that the feed-forward axis of every expert is cut over.
       dealt: how experts are dealt over another axis, if they are.
+      form: of `grouped_swiglu`.
     """
     x_NE = x.reshape(-1, x.shape[-1])
     routing = route(x_NE, layer["router_EQ"], cfg)
@@ -103,9 +106,9 @@ def forward_on_mesh(
     routing = Routing(expert_NA, routing.gate_NA)
     crowded: Array | int = 0
     if dealt is None:
-        out_NE = dispatch(x_NE, routing, layer)
+        out_NE = dispatch(x_NE, routing, layer, form)
     else:
-        out_NE, crowded = exchange(x_NE, routing, layer, dealt)
+        out_NE, crowded = exchange(x_NE, routing, layer, dealt, form)
     out_NE = total(out_NE, over)
     if "shared" in layer:
         shared_NE = swiglu(x_NE, layer["shared"], over)
@@ -117,7 +120,11 @@ def forward_on_mesh(
 
 
 def exchange(
-    x_NE: Float[Array, "N E"], routing: Routing, layer: dict[str, Any], dealt: Dealt
+    x_NE: Float[Array, "N E"],
+    routing: Routing,
+    layer: dict[str, Any],
+    dealt: Dealt,
+    form: Backend = "platform",
 ) -> tuple[Float[Array, "N E"], Int[Array, ""] | int]:
     """`dispatch` where each device of a mesh axis has experts of its own.
 
@@ -130,13 +137,13 @@ def exchange(
     """
     if not dealt.rows:
         own = _own_experts(routing, layer, dealt)
-        return lax.psum(dispatch(x_NE, own, layer), dealt.axis), 0
+        return lax.psum(dispatch(x_NE, own, layer, form), dealt.axis), 0
     N, A = routing.expert_NA.shape
     own_count, count = layer["gate_QEF"].shape[0], layer["router_EQ"].shape[1]
     devices = count // own_count
     places = capacity(N, A, devices)
     if places == N:  # the quick way would be as long
-        return _by_gathering(x_NE, routing, layer, dealt), 0
+        return _by_gathering(x_NE, routing, layer, dealt, form), 0
     device_NA = routing.expert_NA // own_count
     asks_NX = jnp.any(device_NA[:, :, None] == jnp.arange(devices)[None, None], axis=1)
     place_NX = jnp.cumsum(asks_NX.astype(jnp.int32), axis=0) - 1
@@ -144,7 +151,7 @@ def exchange(
     crowded = lax.pmax(crowded, dealt.rows)  # a way that one goes all must go
     out_NE = lax.cond(
         crowded > 0,
-        lambda: _by_gathering(x_NE, routing, layer, dealt),
+        lambda: _by_gathering(x_NE, routing, layer, dealt, form),
         lambda: _by_sending(
             x_NE,
             routing,
@@ -152,6 +159,7 @@ def exchange(
             places,
             layer,
             dealt,
+            form,
         ),
     )
     return out_NE, crowded
@@ -180,13 +188,17 @@ def _own_experts(routing: Routing, layer: dict[str, Any], dealt: Dealt) -> Routi
 
 
 def _by_gathering(
-    x_NE: Array, routing: Routing, layer: dict[str, Any], dealt: Dealt
+    x_NE: Array,
+    routing: Routing,
+    layer: dict[str, Any],
+    dealt: Dealt,
+    form: Backend,
 ) -> Array:
     """All rows to all devices; each row's parts are summed where it came from."""
     all_NE, all_routing = jax.tree.map(
         lambda x: lax.all_gather(x, dealt.axis, axis=0, tiled=True), (x_NE, routing)
     )
-    out_NE = dispatch(all_NE, _own_experts(all_routing, layer, dealt), layer)
+    out_NE = dispatch(all_NE, _own_experts(all_routing, layer, dealt), layer, form)
     return lax.psum_scatter(out_NE, dealt.axis, scatter_dimension=0, tiled=True)
 
 
@@ -197,6 +209,7 @@ def _by_sending(
     places: int,
     layer: dict[str, Any],
     dealt: Dealt,
+    form: Backend,
 ) -> Array:
     """Each row to the devices X that it asks for, at a place below `places`."""
     N, devices = place_NX.shape
@@ -215,7 +228,7 @@ def _by_sending(
         return lax.all_to_all(x_X, dealt.axis, split_axis=0, concat_axis=0, tiled=True)
 
     got = jax.tree.map(lambda x: swap(x).reshape(-1, x.shape[-1]), sent)
-    out_NE = dispatch(got[0], _own_experts(got[1], layer, dealt), layer)
+    out_NE = dispatch(got[0], _own_experts(got[1], layer, dealt), layer, form)
     back_XPE = swap(out_NE.reshape(devices, places, -1))
     found_NXE = back_XPE[jnp.arange(devices)[None], jnp.minimum(place_NX, places - 1)]
     mine_NX1 = (place_NX < places)[:, :, None]
@@ -223,7 +236,10 @@ def _by_sending(
 
 
 def dispatch(
-    x_NE: Float[Array, "N E"], routing: Routing, layer: dict[str, Any]
+    x_NE: Float[Array, "N E"],
+    routing: Routing,
+    layer: dict[str, Any],
+    form: Backend = "platform",
 ) -> Float[Array, "N E"]:
     """Runs rows through their experts and adds up what comes back.
 
@@ -240,7 +256,7 @@ def dispatch(
         layer["gate_QEF"],
         layer["up_QEF"],
         layer["down_QFE"],
-        backend="platform",
+        backend=form,
     )
     place_X = jnp.zeros_like(order_X).at[order_X].set(jnp.arange(N * A))
     out_NAE = out_XE[place_X].reshape(N, A, -1)

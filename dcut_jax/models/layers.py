@@ -17,18 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from dcut_jax.config import RopeConfig
 from dcut_jax.models.collectives import Over, total
-
-
-def product(x: Array, y: Array, dimensions: lax.DotDimensionNumbers) -> Array:
-    """`lax.dot_general` in the dtype of `y`, float32 out."""
-    exact = y.dtype == jnp.float32
-    return lax.dot_general(
-        x.astype(y.dtype),
-        y,
-        dimensions,
-        precision=lax.Precision.HIGHEST if exact else None,
-        preferred_element_type=jnp.float32,
-    )
+from pallas_kernels.products import product
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))

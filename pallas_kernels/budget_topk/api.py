@@ -56,7 +56,7 @@ def budget_topk(
       ValueError: unknown backend; a batch beyond the limits; or, when a program with
         a kernel is lowered for what does not run it.
     """
-    known(backend)
+    known("budget_topk", backend)
     if log_survival_BK.size > MOST_DRAFTS:
         raise ValueError(
             f"budget_topk takes at most {MOST_DRAFTS} drafts, got "

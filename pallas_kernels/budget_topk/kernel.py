@@ -57,7 +57,7 @@ def select(
     # Several batches at once are launched one after another: TPUs take no block of
     # budgets out of an array with more of them.
     launch = sequential_vmap(launch)
-    found = launch(tile(key_KB), require(budget_R, backend))
+    found = launch(tile(key_KB), require(budget_R, "budget_topk", backend))
     keep_RP = found.keep_RB.reshape(budget_R.shape[0], -1)  # requests and padding
     return Selection(keep_RP[:, : key_KB.shape[1]], found.units_R)
 

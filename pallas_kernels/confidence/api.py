@@ -36,7 +36,7 @@ def head_confidence(
       ValueError: an unknown backend; `backend` has no kernel of this; a program that is
         lowered for what does not run it.
     """
-    known(backend)
+    known("confidence", backend)
     first = first_word(head_VE.shape[0], over)
     if backend == "xla":
         found = partial_of_head(hidden_NE, head_VE, first, chunk)

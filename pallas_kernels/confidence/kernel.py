@@ -50,19 +50,12 @@ def partial_of_head(
     """Of the words `first..first + V`; see `reference.partial_of_head`.
 
     Raises:
-      ValueError: no kernel for `backend`, or lowered for what does not run it.
+      ValueError: lowered for what does not run `backend`.
     """
     blocks = blocks or blocks_for(head_VE.shape[1], head_VE.dtype.itemsize)
-    match backend:
-        case "pallas_tpu":
-            found = launch_tpu(require(hidden_NE, backend), head_VE, blocks)
-        case "pallas_interpret":
-            found = launch_tpu(hidden_NE, head_VE, blocks, interpret=True)
-        case _:
-            raise ValueError(
-                f"confidence has no kernel for backend {backend!r}; "
-                f'use "xla", which takes the head in chunks'
-            )
+    hidden_NE = require(hidden_NE, "confidence", backend)
+    interpret = backend == "pallas_interpret"
+    found = launch_tpu(hidden_NE, head_VE, blocks, interpret=interpret)
     return found._replace(token=found.token + first)
 
 

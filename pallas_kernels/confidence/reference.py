@@ -13,6 +13,7 @@ from pallas_kernels.confidence.partial import (
     nothing,
     of_logits,
 )
+from pallas_kernels.products import product
 
 
 def from_logits(logits_NV: Float[Array, "N V"], over: str | None = None) -> Confidence:
@@ -64,14 +65,7 @@ def head_logits(
     hidden_NE: Float[Array, "N E"], head_VE: Float[Array, "V E"]
 ) -> Float32[Array, "N V"]:
     """Products in the head's dtype, sums in float32; of float32 all bits count."""
-    exact = head_VE.dtype == jnp.float32
-    return lax.dot_general(
-        hidden_NE.astype(head_VE.dtype),
-        head_VE,
-        (((1,), (1,)), ((), ())),
-        precision=lax.Precision.HIGHEST if exact else None,
-        preferred_element_type=jnp.float32,
-    )
+    return product(hidden_NE, head_VE, (((1,), (1,)), ((), ())))
 
 
 def words(shape: tuple[int, ...], first: Array | int) -> Int32[Array, "N V"]:

@@ -1,5 +1,5 @@
 """SwiGLU of many experts over rows sorted by expert."""
 
-from pallas_kernels.experts.api import Backend, grouped_swiglu
+from pallas_kernels.experts.api import grouped_swiglu
 
-__all__ = ["Backend", "grouped_swiglu"]
+__all__ = ["grouped_swiglu"]

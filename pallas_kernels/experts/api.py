@@ -1,17 +1,18 @@
 """What callers use: from sorted rows and group sizes to every expert's output."""
 
-from typing import Literal, get_args
+from collections.abc import Callable
 
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
+from pallas_kernels.backends import Backend, known
 from pallas_kernels.experts import blocks, ragged, reference
 
-# reference: every expert over every row, masked. blocks: a loop over the blocks of rows
-# that are occupied. ragged_dot: `jax.lax.ragged_dot`, which is a kernel on TPUs alone;
-# elsewhere XLA makes it a product of every row with every expert. tokamax: that
+# Its backends. reference: every expert over every row, masked. blocks: a loop over the
+# blocks of rows that are occupied. ragged_dot: `jax.lax.ragged_dot`, a kernel on TPUs
+# alone; elsewhere XLA makes it a product of every row with every expert. tokamax: that
 # package's kernels for GPUs, which must be installed.
-Backend = Literal["platform", "reference", "blocks", "ragged_dot", "tokamax"]
+#
 # What "platform" stands for, decided when a program is lowered. tokamax is never taken
 # unasked: its releases fit some versions of JAX and not others.
 BY_PLATFORM: dict[str, Backend] = {
@@ -37,7 +38,7 @@ def grouped_swiglu(
       size_Q: rows of each expert, at run time; their sum is at most N.
       gate_QEF, up_QEF, down_QFE: weights of the experts. Products read their dtype and
         accumulate in float32; float32 weights mean float32 products.
-      backend: see `Backend`.
+      backend: one of those above.
 
     Returns:
       One output per row. Rows beyond the sum of the sizes are zero: they belong to no
@@ -48,17 +49,15 @@ def grouped_swiglu(
       ImportError: "tokamax", and it is not installed.
       NotImplementedError: "platform", lowered for one that is not in `BY_PLATFORM`.
     """
+    known("experts", backend)
     args = x_NE, size_Q, gate_QEF, up_QEF, down_QFE
-    match backend:
-        case "platform":
-            choices = {p: _CALLS[choice] for p, choice in BY_PLATFORM.items()}
-            return lax.platform_dependent(*args, **choices)
-        case "reference" | "blocks" | "ragged_dot" | "tokamax":
-            return _CALLS[backend](*args)
-    raise ValueError(f"{backend=} is unknown; choose one of {get_args(Backend)}")
+    if backend == "platform":
+        choices = {p: _CALLS[choice] for p, choice in BY_PLATFORM.items()}
+        return lax.platform_dependent(*args, **choices)
+    return _CALLS[backend](*args)
 
 
-_CALLS = {
+_CALLS: dict[Backend, Callable[..., Array]] = {
     "reference": reference.swiglu,
     "blocks": blocks.swiglu,
     "ragged_dot": ragged.swiglu,

@@ -12,13 +12,14 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.experts.api import Backend, grouped_swiglu
+from pallas_kernels.backends import FORMS, Backend
+from pallas_kernels.experts.api import grouped_swiglu
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--backends",
         nargs="+",
-        choices=get_args(Backend),
+        choices=FORMS["experts"],
         default=["blocks", "reference", "ragged_dot"],
     )
     options = vars(parser.parse_args(argv))

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
+from pallas_kernels.products import precision
+
 Grouped = Callable[[Array, Array], Array]
 
 
@@ -25,7 +27,7 @@ def swiglu(
             x.astype(weight.dtype),
             weight,
             size_Q,
-            precision=_precision(weight),
+            precision=precision(weight),
             preferred_element_type=jnp.float32,
         )
 
@@ -47,7 +49,7 @@ def swiglu_tokamax(
             x.astype(weight.dtype),
             weight,
             size_Q,
-            precision=_precision(weight),
+            precision=precision(weight),
             preferred_element_type=jnp.float32,
         )
 
@@ -64,10 +66,6 @@ def _tokamax() -> Any:
             '0.0.17 and Python 3.12 for later ones), or use backend="blocks"'
         ) from error
     return tokamax
-
-
-def _precision(weight: Array) -> lax.Precision | None:
-    return lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
 
 
 def _swiglu(

@@ -5,23 +5,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
+from pallas_kernels.products import product
 
-def product(
-    x: Float[Array, "N X"], weight: Float[Array, "X Y"]
-) -> Float32[Array, "N Y"]:
-    """A matrix product in the weight's dtype, float32 out; exact for float32."""
-    exact = weight.dtype == jnp.float32
-    return lax.dot(
-        x.astype(weight.dtype),
-        weight,
-        precision=lax.Precision.HIGHEST if exact else None,
-        preferred_element_type=jnp.float32,
-    )
+_MATRICES = (((1,), (0,)), ((), ()))
 
 
 def one_expert(x: Array, gate_EF: Array, up_EF: Array, down_FE: Array) -> Array:
     """SwiGLU with one set of weights."""
-    return product(jax.nn.silu(product(x, gate_EF)) * product(x, up_EF), down_FE)
+    gate, up = (product(x, weight, _MATRICES) for weight in (gate_EF, up_EF))
+    return product(jax.nn.silu(gate) * up, down_FE, _MATRICES)
 
 
 def swiglu(

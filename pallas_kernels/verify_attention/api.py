@@ -3,7 +3,7 @@
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels.backends import Backend, known
-from pallas_kernels.verify_attention import kernel, reference
+from pallas_kernels.verify_attention import cudnn, kernel, reference
 from pallas_kernels.verify_attention.softmax import Pages, first_seen
 
 
@@ -36,12 +36,16 @@ def verify_attention(
         (The mask states the same for fresh keys.)
 
     Raises:
-      ValueError: an unknown backend; `backend` has no kernel of this; a window without
-        positions; a program that is lowered for what does not run it.
+      ValueError: a backend that this does not have; a window without positions; a
+        program that is lowered for what does not run it; "cudnn", and pages that are
+        not in 16 bits.
+      RuntimeError: "cudnn", where it is not installed.
     """
-    known(backend)
+    known("attention", backend)
     since_BJ = first_seen(position_BJ, window)
     args = q_BJHD, k_BSGD, v_BSGD, mask_BJS, pages, since_BJ
     if backend == "xla":
         return reference.attend(*args)
+    if backend == "cudnn":
+        return cudnn.attend(*args)
     return kernel.attend(*args, backend=backend)

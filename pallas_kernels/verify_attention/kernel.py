@@ -4,8 +4,8 @@ Page tables and lengths are read before a page is fetched, so a page beyond a re
 length, or before its window, costs neither a transfer nor arithmetic: its turn names a
 page that is on the chip already, and does nothing.
 
-There is none for GPUs: Mosaic GPU wants products in layouts of its own, and what cuDNN
-offers through JAX takes no pages. There XLA's form runs.
+There is none for GPUs: Mosaic GPU wants products in layouts of its own. There XLA's
+form runs, or cuDNN where it is asked for.
 """
 
 from functools import partial
@@ -19,6 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels.backends import Backend, require
+from pallas_kernels.products import product
 from pallas_kernels.verify_attention.softmax import (
     Pages,
     Running,
@@ -27,7 +28,6 @@ from pallas_kernels.verify_attention.softmax import (
     finish,
     merge,
     per_query,
-    product,
     seen_pages,
     side_by_side,
 )
@@ -57,16 +57,10 @@ def attend(
     """See `reference.attend`.
 
     Raises:
-      ValueError: no kernel for `backend`, or lowered for what does not run it.
+      ValueError: lowered for what does not run `backend`.
     """
-    if backend not in ("pallas_tpu", "pallas_interpret"):
-        raise ValueError(
-            f"verify_attention has no kernel for backend {backend!r}; "
-            f'use "xla", which reads a page of every request at a time'
-        )
+    q_BJHD = require(q_BJHD, "attention", backend)
     launch = partial(launch_tpu, interpret=backend == "pallas_interpret")
-    if backend == "pallas_tpu":
-        q_BJHD = require(q_BJHD, backend)
     return launch(q_BJHD, k_BSGD, v_BSGD, mask_BJS, pages, since_BJ)
 
 

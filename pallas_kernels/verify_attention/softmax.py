@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
+from pallas_kernels.products import product
+
 
 class Pages(NamedTuple):
     """Cached keys and values of all requests and layers, in pages of C positions.
@@ -141,15 +143,3 @@ def merge(
 def finish(found: Running) -> Float32[Array, "*N X D"]:
     """The mean of the values."""
     return found.weighted / found.total
-
-
-def product(x: Array, y: Array, dimensions: lax.DotDimensionNumbers) -> Array:
-    """Products in the dtype of `y`, sums in float32; of float32 all bits count."""
-    exact = y.dtype == jnp.float32
-    return lax.dot_general(
-        x.astype(y.dtype),
-        y,
-        dimensions,
-        precision=lax.Precision.HIGHEST if exact else None,
-        preferred_element_type=jnp.float32,
-    )

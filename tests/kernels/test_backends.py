@@ -8,7 +8,15 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import backends
-from pallas_kernels.backends import DEFAULTS, RUNS_ON, Backend, Kind
+from pallas_kernels.backends import (
+    DEFAULTS,
+    FORMS,
+    RUNS_ON,
+    Backend,
+    Backends,
+    Kind,
+    Operation,
+)
 
 
 def device(platform: str, capability: str | None = None):
@@ -46,8 +54,9 @@ def test_every_default_runs_where_it_is_the_default():
         DEFAULTS["tpu"].check(CPU)
 
 
-def test_the_kernel_is_the_default_on_accelerators_that_run_it():
+def test_kernels_are_the_default_on_accelerators_that_run_it():
     assert backends.defaults(V5E).budget_topk == "pallas_tpu"
+    assert backends.defaults(V5E).attention == "pallas_tpu"
     assert backends.defaults(H200).budget_topk == "pallas_mosaic_gpu"
     assert backends.defaults(A100).budget_topk == "xla"
 
@@ -59,18 +68,36 @@ def test_the_kernel_is_the_default_on_accelerators_that_run_it():
         ("pallas_tpu", H200, 'this is a GPU; use .* "pallas_mosaic_gpu"'),
         ("pallas_mosaic_gpu", A100, "this is a GPU below compute capability 9.0"),
         ("pallas_mosaic_gpu", V5E, 'this is a TPU; use .* "pallas_tpu"'),
-        ("triton", H200, "unknown; choose one of xla, pallas_tpu"),
+        ("triton", H200, "no backend 'triton'; choose one of xla, pallas_tpu"),
     ],
 )
 def test_what_cannot_run_here_is_refused_with_the_reason(backend, found, message):
     with pytest.raises(ValueError, match=message):
-        backends.check(backend, found)
+        backends.check("budget_topk", backend, found)
 
 
 def test_what_runs_anywhere_is_refused_nowhere():
     for found in (H200, A100, MI300, V5E, CPU):
-        backends.check("xla", found)
-        backends.check("pallas_interpret", found)
+        backends.PLAIN.check(found)
+        for operation in ("budget_topk", "confidence", "attention"):
+            backends.check(operation, "pallas_interpret", found)
+
+
+@pytest.mark.parametrize("operation", get_args(Operation))
+def test_every_operation_is_checked(operation):
+    for form in FORMS[operation]:
+        kind = dict.fromkeys(("cudnn", "pallas_mosaic_gpu", "tokamax"), H200)
+        Backends(**{operation: form}).check((kind | {"pallas_tpu": V5E}).get(form, CPU))
+    elsewhere = next(f for f in FORMS[operation] if "cpu" not in RUNS_ON[f])
+    with pytest.raises(ValueError, match=f"of {operation} runs on .* this is a CPU"):
+        Backends(**{operation: elsewhere}).check(CPU)
+
+
+def test_only_forms_that_an_operation_has_are_offered():
+    with pytest.raises(ValueError, match='use "xla" or "pallas_interpret"$'):
+        backends.check("confidence", "pallas_tpu", H200)
+    with pytest.raises(ValueError, match="confidence has no backend 'cudnn'"):
+        Backends(confidence="cudnn").check(H200)
 
 
 def test_an_unknown_platform_is_named():
@@ -80,4 +107,4 @@ def test_an_unknown_platform_is_named():
 
 def test_a_requirement_that_is_met_changes_nothing():
     assert set(RUNS_ON) == set(get_args(Backend))
-    assert backends.require(jnp.arange(3), "xla").tolist() == [0, 1, 2]
+    assert backends.require(jnp.arange(3), "attention", "xla").tolist() == [0, 1, 2]

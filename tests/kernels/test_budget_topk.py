@@ -1,6 +1,7 @@
 """budget_topk: every backend against a sort of tuples."""
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -16,7 +17,12 @@ from pallas_kernels.budget_topk import budget_topk, kernel, reference
 from pallas_kernels.budget_topk.api import MOST_DRAFTS
 from pallas_kernels.budget_topk.cases import CASES, SMALL, Case, case, falling
 from pallas_kernels.budget_topk.keys import NEVER, order_keys, survival_units
-from pallas_kernels.targets import export_for, gpu_interpreter
+from pallas_kernels.targets import (
+    export_for,
+    gpu_interpreter,
+    gpu_races_found,
+    tpu_races_found,
+)
 
 jitted = jax.jit(budget_topk, static_argnames="backend")
 
@@ -190,25 +196,40 @@ SMALL_CASES = [one for one in CASES if one.log_survival_BK.shape == SMALL]
 
 
 def test_the_tpu_interpreter_finds_no_race_and_nothing_out_of_bounds():
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
-
-    params = pltpu.InterpretParams(detect_races=True)
+    params = pltpu.InterpretParams(detect_races=True)  # one program: one core is all
     launch = jax.jit(
         partial(kernel.launch_tpu, drafts=SMALL[1], interpret=params),
     )
     for one in SMALL_CASES[::2]:
         got, want = launched(launch, one)
         jax.tree.map(np.testing.assert_array_equal, got, tuple(want))
-        assert not interpret_pallas_call.races.races_found, one.name
+        assert not tpu_races_found(), one.name
 
 
-def test_the_gpu_interpreter_finds_no_race(capfd):
+def test_the_gpu_interpreter_agrees_and_finds_nothing_out_of_bounds():
     with gpu_interpreter():
         launch = jax.jit(partial(kernel.launch_gpu, drafts=SMALL[1]))
         for one in SMALL_CASES[1::2]:
             got, want = launched(launch, one)
             jax.tree.map(np.testing.assert_array_equal, got, tuple(want))
-    assert "RACE" not in capfd.readouterr().out.upper()
+
+
+def test_the_gpu_interpreter_finds_no_race(monkeypatch):
+    """With its blocks as one cluster, for only those are there at once."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    make = plgpu.kernel
+
+    def as_cluster(body, *, grid, grid_names, **rest):
+        return make(body, cluster=grid, cluster_names=grid_names, **rest)
+
+    monkeypatch.setattr(plgpu, "kernel", as_cluster)
+    one = replace(SMALL_CASES[1], budget_R=np.array([3, 17], np.int32))
+    with gpu_interpreter():
+        launch = jax.jit(partial(kernel.launch_gpu, drafts=SMALL[1]))
+        got, want = launched(launch, one)
+        jax.tree.map(np.testing.assert_array_equal, got, tuple(want))
+    assert not gpu_races_found()
 
 
 def lowered_for(platform: str, backend: Backend, batch: int, drafts: int, budgets: int):

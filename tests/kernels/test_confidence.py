@@ -14,7 +14,7 @@ from pallas_kernels.confidence import from_logits, head_confidence, kernel
 from pallas_kernels.confidence.cases import CASES, Case
 from pallas_kernels.confidence.partial import finish, merge, of_logits
 from pallas_kernels.confidence.reference import words
-from pallas_kernels.targets import export_for
+from pallas_kernels.targets import export_for, tpu_races_found
 
 jitted = jax.jit(head_confidence, static_argnames=("backend", "chunk"))
 
@@ -149,16 +149,14 @@ def test_a_head_cut_over_a_mesh_is_the_whole_one(form):
 
 
 def test_the_tpu_interpreter_finds_no_race_and_only_the_last_block_ragged():
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
-
     case = CASES[0]
     params = pltpu.InterpretParams(
-        detect_races=True, out_of_bounds_reads="uninitialized"
+        detect_races=True, num_cores_or_threads=2, out_of_bounds_reads="uninitialized"
     )
     launch = partial(kernel.launch_tpu, blocks=kernel.Blocks(8, 1024), interpret=params)
     found = jax.jit(launch)(jnp.asarray(case.hidden_NE), jnp.asarray(case.head_VE))
     assert_close(finish(found), case)
-    assert not interpret_pallas_call.races.races_found
+    assert not tpu_races_found()
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -176,5 +174,5 @@ def test_lowers_for_tpu(shape, dtype):
 
 def test_there_is_no_kernel_for_gpus():
     arrays = jnp.zeros((1, 8)), jnp.zeros((4, 8))
-    with pytest.raises(ValueError, match="no kernel for backend 'pallas_mosaic_gpu'"):
+    with pytest.raises(ValueError, match="confidence has no backend 'pallas_mosaic"):
         head_confidence(*arrays, backend="pallas_mosaic_gpu", chunk=None)

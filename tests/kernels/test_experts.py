@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jax import export
 
-from pallas_kernels.experts import Backend, grouped_swiglu
+from pallas_kernels.backends import Backend
+from pallas_kernels.experts import grouped_swiglu
 from pallas_kernels.experts.api import BY_PLATFORM
 from pallas_kernels.experts.blocks import ROWS, occupied
 from pallas_kernels.experts.cases import CASES, Case, case
@@ -142,5 +143,5 @@ def test_tokamax_gets_what_it_asks_for(monkeypatch):
 
 
 def test_an_unknown_backend_is_refused():
-    with pytest.raises(ValueError, match="backend='cuda' is unknown; choose one of"):
+    with pytest.raises(ValueError, match="experts has no backend 'cuda'; choose one"):
         grouped_swiglu(*arguments(CASES[0]), backend="cuda")

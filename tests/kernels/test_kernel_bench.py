@@ -39,3 +39,25 @@ def test_a_wrong_result_fails_the_command():
     assert bench.difference(exact, exact) == "equal"
     assert bench.difference(exact, (jnp.array([1, 3]), jnp.array([0.5]))) != "equal"
     assert "0.25" in bench.difference(exact, (exact[0], jnp.array([0.25])))
+
+
+def test_a_form_that_fails_hides_no_other(monkeypatch):
+    monkeypatch.setattr(bench, "REPEATS", 1)
+    monkeypatch.setattr(bench, "copy_rate", lambda: 1e6)
+    monkeypatch.setattr(bench, "product_rate", lambda: 1e6)
+
+    def run(backend):
+        if backend != "xla":
+            raise RuntimeError("not\n installed")
+        return jnp.negative
+
+    def args():
+        return (jnp.ones(3),)
+
+    broken = bench.Work("broken", run, args, 1, 1, ("pallas_interpret",))
+    records = list(
+        bench.time_here([broken, bench.topk_work(4, 3, 2)], jax.devices()[0])
+    )
+    assert [r.checked for r in records] == ["equal", "fails: not installed", "equal"]
+    assert records[1].median_ms is None
+    assert "not installed" in bench.table(records)

@@ -13,8 +13,14 @@ from jax.sharding import AxisType, PartitionSpec, SingleDeviceSharding
 from jaxtyping import TypeCheckError
 
 from pallas_kernels.backends import Backend
-from pallas_kernels.targets import compiling_for, export_for, tpu_devices
-from pallas_kernels.verify_attention import Pages, kernel, verify_attention
+from pallas_kernels.targets import (
+    compiling_for,
+    export_for,
+    lowering_for,
+    tpu_devices,
+    tpu_races_found,
+)
+from pallas_kernels.verify_attention import Pages, cudnn, kernel, verify_attention
 from pallas_kernels.verify_attention.cases import (
     CASES,
     LAYER,
@@ -165,14 +171,12 @@ def test_pages_that_no_row_sees_are_left_out():
     ids=lambda one: one.name,
 )
 def test_the_tpu_interpreter_finds_no_race_and_nothing_out_of_bounds(one):
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
-
-    params = pltpu.InterpretParams(detect_races=True)
+    params = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
     since_BJ = first_seen(jnp.asarray(one.position_BJ), one.window)
     launch = jax.jit(partial(kernel.launch_tpu, interpret=params))
     got = launch(*arguments(one), pages_of(one), since_BJ)
     assert_close(got, one)
-    assert not interpret_pallas_call.races.races_found
+    assert not tpu_races_found()
 
 
 def random_attention(seed: int) -> Case:
@@ -323,6 +327,39 @@ def test_heads_at_once_are_equal_parts_that_fit(heads, rows, dim, at_once):
     assert kernel.heads_at_once(heads, rows, dim) == at_once
 
 
+def test_cudnn_is_given_what_the_rows_see():
+    """Its keys, values and mask, by XLA's attention of the same name."""
+    for one in (CASES[0], CASES[4]):
+        since_BJ = first_seen(jnp.asarray(one.position_BJ), one.window)
+        q_BJHD, *fresh = arguments(one)
+        keys, values, mask = cudnn.gathered(*fresh, pages_of(one), since_BJ)
+        attention = partial(jax.nn.dot_product_attention, implementation="xla")
+        assert_close(attention(q_BJHD, keys, values, mask=mask), one)
+
+
+def test_cudnn_lowers_for_cuda(monkeypatch):
+    from jax._src.cudnn import fused_attention_stablehlo as home
+
+    monkeypatch.setattr(home, "check_cudnn_version", lambda: 91000)  # none is here
+    call, args = declared(SHAPES[1], window=512)
+    with lowering_for("cuda"):
+        traced = jax.jit(call("cudnn")).trace(*args)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert "__cudnn$fmhaScaleBiasSoftmax" in text
+        with pytest.raises(ValueError, match="capability 9.0 .* this is a CPU"):
+            traced.lower()
+    call, args = declared(SHAPES[1], jnp.float32)
+    with pytest.raises(ValueError, match="16 bits, found float32; keep the cache in"):
+        jax.eval_shape(call("cudnn"), *args)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+@pytest.mark.parametrize("one", [CASES[5], MORE_CASES[-1]], ids=lambda one: one.name)
+def test_cudnn_matches_loops(one):
+    assert_close(found(one, "cudnn"), one)
+
+
 def test_a_window_needs_positions():
     one = CASES[0]
     with pytest.raises(ValueError, match="expected position_BJ with it, found None"):
@@ -332,8 +369,8 @@ def test_a_window_needs_positions():
 @pytest.mark.parametrize(
     ("backend", "message"),
     [
-        ("pallas_mosaic_gpu", "no kernel for backend 'pallas_mosaic_gpu'"),
-        ("triton", "unknown; choose one of"),
+        ("pallas_mosaic_gpu", "attention has no backend 'pallas_mosaic_gpu'"),
+        ("triton", "choose one of xla, pallas_tpu, cudnn"),
     ],
 )
 def test_other_backends_are_refused(backend, message):

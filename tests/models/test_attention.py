@@ -1,4 +1,4 @@
-"""attend against one plain softmax per query, in NumPy."""
+"""Attention over the models' pages, against one plain softmax per query in NumPy."""
 
 from functools import partial
 
@@ -7,8 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcut_jax.models.attention import CachedContext, attend, causal_mask
-from dcut_jax.models.cache import CHUNK, KvCache, read_pages
+from dcut_jax.models.cache import CHUNK, KvCache, pages_of_layer
+from dcut_jax.models.dense import causal_mask
+from pallas_kernels.verify_attention import (
+    reference,
+    sequence_attention,
+    verify_attention,
+)
 
 B, J, S, G, D = 3, 3, 4, 2, 8
 LENGTHS = [
@@ -67,8 +72,9 @@ def past_of(kv, layer, slot, length):
 
 @partial(jax.jit, static_argnames=("layer", "window"))
 def over_slots(q, k, v, mask, kv, length_B, layer=1, position_BJ=None, window=None):
-    cached = read_pages(kv, jnp.asarray(TABLE), layer, length_B)
-    return attend(q, k, v, mask, cached, position_BJ=position_BJ, window=window)
+    pages = pages_of_layer(kv, layer, jnp.asarray(TABLE), length_B)
+    by = {"position_BJ": position_BJ, "window": window}
+    return verify_attention(q, k, v, mask, pages, backend="xla", **by)
 
 
 @pytest.mark.parametrize("heads", [2, 4], ids=["one_query_head_per_kv", "grouped"])
@@ -108,7 +114,7 @@ def test_a_window_hides_old_positions(lengths, window):
 def test_without_a_cache():
     fresh, _, mask_BJS = draw(4)
     mask_BJS[..., -1] = True
-    got = jax.jit(attend)(*fresh, mask_BJS)
+    got = jax.jit(sequence_attention)(*fresh, mask_BJS)
     nothing = [(np.zeros((0, G, D)), np.zeros((0, G, D)))] * B
     want = softmax_attention(*fresh, mask_BJS, nothing, np.zeros((B, J), int))
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
@@ -122,8 +128,8 @@ def test_groups_read_the_pages_of_their_owners():
     @jax.jit
     def run(q, k, v, mask, kv, length_B, owner_O):
         table_ON = jnp.asarray(TABLE)[owner_O]
-        cached = read_pages(kv, table_ON, 0, length_B[owner_O])
-        return attend(q, k, v, mask, cached)
+        pages = pages_of_layer(kv, 0, table_ON, length_B[owner_O])
+        return verify_attention(q, k, v, mask, pages, backend="xla")
 
     got = run(*fresh, mask_OJS, kv, jnp.asarray(lengths), jnp.asarray(owner_O))
     past = [past_of(kv, 0, b, lengths[b]) for b in owner_O]
@@ -147,28 +153,22 @@ def test_what_lies_past_a_length_does_not_matter(junk):
     np.testing.assert_array_equal(over_slots(*fresh, mask_BJS, kv, length_B), want)
 
 
-def test_only_as_many_chunks_are_read_as_the_longest_request_needs():
+def test_only_as_many_pages_are_read_as_the_longest_request_needs(monkeypatch):
     fresh, kv, mask_BJS = draw(4)
-    kv = jax.tree.map(jnp.asarray, kv)
     mask_BJS[..., 0] = True
-    read = []
+    merged, merge = [], reference.merge
 
-    def run(length_B):
-        cached = read_pages(kv, jnp.asarray(TABLE), 0, length_B)
+    def noting(found, s, *rest):
+        jax.debug.callback(lambda _: merged.append(None), s[0, 0, 0, 0])
+        return merge(found, s, *rest)
 
-        def note(start):
-            jax.debug.callback(lambda s: read.append(int(s)), start)
-            return cached.read(start)
-
-        noting = CachedContext(note, cached.length_B, CHUNK)
-        return attend(*fresh, mask_BJS, noting)
-
-    run = jax.jit(run)
-    for longest, chunks in [(0, 0), (1, 1), (128, 1), (129, 2), (384, 3)]:
-        read.clear()
-        jax.block_until_ready(run(jnp.asarray([longest, 0, 0])))
+    monkeypatch.setattr(reference, "merge", noting)
+    run = jax.jit(lambda kv, n: over_slots.__wrapped__(*fresh, mask_BJS, kv, n))
+    for longest, pages in [(0, 0), (1, 1), (128, 1), (129, 2), (384, 3)]:
+        merged.clear()
+        jax.block_until_ready(run(kv, jnp.asarray([longest, 0, 0])))
         jax.effects_barrier()
-        assert sorted(read) == [i * CHUNK for i in range(chunks)]
+        assert len(merged) == pages
 
 
 def test_bfloat16_caches_give_float32_of_nearly_the_same_value():

@@ -17,7 +17,7 @@ from dcut_jax.models.cache import (
     init_cache,
     page_bytes,
     pages_for,
-    read_pages,
+    pages_of_layer,
     write_pages,
     write_rows,
 )
@@ -120,8 +120,9 @@ def test_written_rows_are_read_back_where_they_were_put():
     kv, k, v = draw(rng), rows(rng), rows(rng)
     start_B = jnp.asarray([128, 178, 252])
     kv = write(kv, k, v, start_B, jnp.full(B, W))
-    cached = read_pages(kv, jnp.asarray(TABLE), 1, start_B)
-    got_k, got_v = cached.read(jnp.asarray(CHUNK))
+    pages = pages_of_layer(kv, 1, jnp.asarray(TABLE), start_B)
+    got_k = pages.k_YPGDC[pages.layer, pages.page_BN[:, 1]]
+    got_v = pages.v_YPGCD[pages.layer, pages.page_BN[:, 1]]
     for b, at in enumerate((start_B - CHUNK).tolist()):
         np.testing.assert_array_equal(
             got_k[b, :, :, at : at + W].transpose(2, 0, 1), k[1, b]

@@ -5,6 +5,7 @@ The golden numbers are those of transformers' Qwen3-MoE (`tests/golden/qwen3_moe
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -98,6 +99,21 @@ def test_padding_opens_no_expert(monkeypatch):
     assert one.sum() == PLAIN.active == np.count_nonzero(one)
     assert none.sum() == 0
     assert all_.sum() == PLAIN.active * N
+
+
+def test_the_form_that_is_named_is_the_one_that_runs(monkeypatch):
+    seen = []
+
+    def record(x_NE, size_Q, *weights, backend):
+        seen.append(backend)
+        return jnp.zeros_like(x_NE)
+
+    monkeypatch.setattr(experts, "grouped_swiglu", record)
+    x_NE, layer = some_rows(PLAIN)
+    rows = {"experts": layer}, SimpleNamespace(experts=PLAIN), jnp.ones(N, bool)
+    dense.feed_forward(x_NE, *rows)
+    dense.feed_forward(x_NE, *rows, form="tokamax")
+    assert seen == ["platform", "tokamax"]
 
 
 @pytest.mark.parametrize("shape", [(N,), (3, 5), (1, 2, 4)], ids=str)
