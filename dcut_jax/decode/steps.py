@@ -203,24 +203,68 @@ def verify(
     On a mesh `token_BK`, `keep_B` and the outcome are of all slots, the rest of those
     of the shard, which has a layout of its own rows.
     """
-    token_BK = own(token_BK, lay.slots, models.slot_axes)
-    keep_B = own(keep_B, lay.slots, models.slot_axes)
-    packed = pack(keep_B, state.active_B, lay.rows)
-    block_BW = jnp.concatenate([state.anchor_B[:, None], token_BK], axis=1)
-    token_T = block_BW[packed.owner_T, packed.offset_T]
+    asked = ask(state, token_BK, keep_B, models, lay)
     rows = verify_rows(
         params["target"],
         models.target,
         kv,
         state.table_BN,
-        token_T,
+        asked.token_T,
         state.length_B,
-        packed,
+        asked.packed,
         lay,
         models.taps,
         models.over,
         models.dealt(rows=True),
     )
+    return settle(
+        params,
+        state,
+        asked,
+        rows,
+        models=models,
+        lay=lay,
+        wire_width=wire_width,
+        logprobs=logprobs,
+        backends=backends,
+    )
+
+
+class Asked(NamedTuple):
+    """What a shard's slots are to have verified, and its rows."""
+
+    token_BK: Array
+    keep_B: Array
+    packed: Packed
+    token_T: Array
+
+
+def ask(
+    state: DecodeState, token_BK: Array, keep_B: Array, models: Models, lay: Layout
+) -> Asked:
+    """Packs anchors and kept drafts, of all slots, into the rows of a layout."""
+    token_BK = own(token_BK, lay.slots, models.slot_axes)
+    keep_B = own(keep_B, lay.slots, models.slot_axes)
+    packed = pack(keep_B, state.active_B, lay.rows)
+    block_BW = jnp.concatenate([state.anchor_B[:, None], token_BK], axis=1)
+    token_T = block_BW[packed.owner_T, packed.offset_T]
+    return Asked(token_BK, keep_B, packed, token_T)
+
+
+def settle(
+    params: dict[str, Any],
+    state: DecodeState,
+    asked: Asked,
+    rows: dense.Rows,
+    *,
+    models: Models,
+    lay: Layout,
+    wire_width: int,
+    logprobs: bool,
+    backends: Backends,
+) -> tuple[Array, DecodeState, Fresh]:
+    """What follows from the target's pass over what was asked; see `verify`."""
+    token_BK, keep_B, packed, _ = asked
     chosen = choose(
         params,
         rows.hidden,
@@ -411,13 +455,39 @@ def prefill(
         models.over,
         models.dealt(rows=False),
     )
+    return settle_chunk(
+        params,
+        caches,
+        rows,
+        length,
+        count,
+        sampling,
+        models=models,
+        logprobs=logprobs,
+        backends=backends,
+    )
+
+
+def settle_chunk(
+    params: dict[str, Any],
+    caches: Caches,
+    rows: dense.Rows,
+    length: Array,
+    count: Array,
+    sampling: Sampling | None,
+    *,
+    models: Models,
+    logprobs: bool,
+    backends: Backends,
+) -> tuple[Caches, Chosen]:
+    """What follows from the target's pass over a chunk; see `prefill`."""
     last_E = rows.hidden[count - 1]
     position_1 = (length + count)[None]
     chosen = choose(
         params, last_E[None], sampling, position_1, logprobs, models.over, backends
     )
 
-    row_P = jnp.arange(token_P.shape[0])
+    row_P = jnp.arange(rows.hidden.shape[0])
     position_P = length + row_P
     draft_k, draft_v = draft_context(params, models, rows.taps, position_P)
     fresh = Fresh(
@@ -525,6 +595,7 @@ class StepShapes:
       shards: parts that the slots are dealt into; layouts are those of one part.
       crowds: whether rows travel to experts, and so may be too many for one device.
       pages: of the caches, of all shards; 0 stands for as many as all slots can fill.
+      chunks: of a prompt, in rows, that a step can take along, in ascending order.
     """
 
     slots: int
@@ -537,6 +608,7 @@ class StepShapes:
     shards: int = 1
     crowds: bool = False
     pages: int = 0
+    chunks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.pages:

@@ -1,9 +1,11 @@
-"""The target's pass over packed rows, and over the chunks of a prompt."""
+"""The target's pass over packed rows, over the chunks of a prompt, and over both."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+import numpy as np
+from jaxtyping import Array, Bool, Int
 
 from dcut_jax.config import ModelConfig
 from dcut_jax.decode.pack import Layout, Packed, groups, unpack
@@ -13,20 +15,24 @@ from dcut_jax.models.cache import KvCache, as_cached, in_order, read_pages
 from dcut_jax.models.collectives import Dealt, Over
 
 
-def verify_rows(
-    params: dict[str, Any],
-    cfg: ModelConfig,
+class Part(NamedTuple):
+    """Rows that attend in a way of their own, as `dense.forward` takes them."""
+
+    token_T: Int[Array, "T"]
+    position_T: Int[Array, "T"]
+    valid_T: Bool[Array, "T"]
+    attend_layer: dense.Attend
+
+
+def slots_part(
     kv: KvCache,
     table_BN: Int[Array, "B N"],
     token_T: Int[Array, "T"],
     length_B: Int[Array, "B"],
     packed: Packed,
     lay: Layout,
-    taps: tuple[int, ...],
-    over: Over = None,
-    dealt: Dealt | None = None,
-) -> dense.Rows:
-    """Runs anchors and kept drafts through the target; the cache is only read.
+) -> Part:
+    """Anchors and kept drafts; the cache is only read.
 
     A row sees its request's cache and the rows of its request up to itself. Request
     `b`'s anchor stands at position `length_B[b]`.
@@ -52,30 +58,15 @@ def verify_rows(
         out_IJHD = attend(q_THD[group.row_IJ], k_IWGD, v_IWGD, mask_IJW, cached)
         return out_IJHD.reshape(-1, *out_IJHD.shape[2:])[group.place_T]
 
-    return dense.forward(
-        params,
-        cfg,
-        token_T,
-        position_T,
-        packed.valid_T,
-        attend_layer,
-        taps,
-        over,
-        dealt,
-    )
+    return Part(token_T, position_T, packed.valid_T, attend_layer)
 
 
-def prefill_rows(
-    params: dict[str, Any],
-    cfg: ModelConfig,
+def prompt_part(
     kv: KvCache,
     token_P: Int[Array, "P"],
     length: Int[Array, ""],
     count: Int[Array, ""],
-    taps: tuple[int, ...],
-    over: Over = None,
-    dealt: Dealt | None = None,
-) -> dense.Rows:
+) -> Part:
     """One chunk of one prompt: causal over itself, after `length` cached positions.
 
     Its first `count` rows are real. The pages of `kv` are the prompt's, in order.
@@ -90,14 +81,67 @@ def prefill_rows(
         return attend(q_PHD[None], k_PGD[None], v_PGD[None], mask_1PP, cached)[0]
 
     row_P = jnp.arange(P)
-    return dense.forward(
-        params,
-        cfg,
-        token_P,
-        length + row_P,
-        row_P < count,
-        attend_layer,
-        taps,
-        over,
-        dealt,
+    return Part(token_P, length + row_P, row_P < count, attend_layer)
+
+
+def verify_rows(
+    params: dict[str, Any],
+    cfg: ModelConfig,
+    kv: KvCache,
+    table_BN: Int[Array, "B N"],
+    token_T: Int[Array, "T"],
+    length_B: Int[Array, "B"],
+    packed: Packed,
+    lay: Layout,
+    taps: tuple[int, ...],
+    over: Over = None,
+    dealt: Dealt | None = None,
+) -> dense.Rows:
+    """Runs anchors and kept drafts through the target; see `slots_part`."""
+    part = slots_part(kv, table_BN, token_T, length_B, packed, lay)
+    return dense.forward(params, cfg, *part, taps, over, dealt)
+
+
+def prefill_rows(
+    params: dict[str, Any],
+    cfg: ModelConfig,
+    kv: KvCache,
+    token_P: Int[Array, "P"],
+    length: Int[Array, ""],
+    count: Int[Array, ""],
+    taps: tuple[int, ...],
+    over: Over = None,
+    dealt: Dealt | None = None,
+) -> dense.Rows:
+    """Runs a chunk of a prompt through the target; see `prompt_part`."""
+    part = prompt_part(kv, token_P, length, count)
+    return dense.forward(params, cfg, *part, taps, over, dealt)
+
+
+def rows_together(
+    params: dict[str, Any],
+    cfg: ModelConfig,
+    parts: Sequence[Part],
+    taps: tuple[int, ...],
+    over: Over = None,
+) -> list[dense.Rows]:
+    """Runs the rows of all parts in one pass: only attention tells them apart."""
+    ends = np.cumsum([part.token_T.shape[0] for part in parts])[:-1].tolist()
+
+    def attend_layer(layer: int, q_THD: Array, k_TGD: Array, v_TGD: Array) -> Array:
+        split = zip(*(jnp.split(x, ends) for x in (q_THD, k_TGD, v_TGD)), strict=True)
+        out = [
+            part.attend_layer(layer, *some)
+            for part, some in zip(parts, split, strict=True)
+        ]
+        return jnp.concatenate(out)
+
+    token_T, position_T, valid_T = (
+        jnp.concatenate([part[i] for part in parts]) for i in range(3)
     )
+    rows = dense.forward(
+        params, cfg, token_T, position_T, valid_T, attend_layer, taps, over
+    )
+    hidden, tapped = jnp.split(rows.hidden, ends), jnp.split(rows.taps, ends)
+    k, v = jnp.split(rows.k, ends, axis=1), jnp.split(rows.v, ends, axis=1)
+    return [dense.Rows(*some) for some in zip(hidden, tapped, k, v, strict=True)]

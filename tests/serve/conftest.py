@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
+import jax
 import jax.numpy as jnp
 import pytest
 import uvicorn
@@ -83,13 +84,19 @@ def dcut(shapes):
         verify=verify,
         plan={(B,): (1e-3,)},
         catch_up={(B, steps): (1e-6,) for steps in CATCH_UPS},
+        share={
+            (B, lay.rows, lay.width, chunk, 128): (2.0 + 0.06 * lay.rows,)
+            for lay in policy.shared(shapes)
+            for chunk in shapes.chunks
+        },
     )
     return replace(policy, table=table)
 
 
 @pytest.fixture(scope="session")
 def config():
-    return EngineConfig(SLOTS, MAX_LENGTH, 1, sampling=True, logprobs=True)
+    settings = {"sampling": True, "logprobs": True, "shared_chunks": (32,)}
+    return EngineConfig(SLOTS, MAX_LENGTH, 1, **settings)
 
 
 @pytest.fixture(scope="session")
@@ -103,7 +110,7 @@ def plain(tiny, config):
     """From requests to what plain decoding emits for them, one after the other."""
     models = Models(tiny.target, None, {"target": tiny.params["target"]})
     compiler = Compiler(models, "float32")
-    engine = Engine(models, config, ArPolicy(), compiler=compiler)
+    engine = Engine(models, replace(config, shared_chunks=()), ArPolicy(), compiler=compiler)
     known = {}
 
     def decode(request):
@@ -206,3 +213,16 @@ def live(start):
 @pytest.fixture(scope="session")
 def helpers():
     return SimpleNamespace(NAME=NAME, SLOTS=SLOTS, MAX_LENGTH=MAX_LENGTH)
+
+
+@pytest.fixture(scope="session")
+def compilations():
+    """Names of all that JAX has compiled since; clear it and look again."""
+    names = []
+
+    def listen(event, duration, **details):
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(details.get("fun_name"))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    return names
