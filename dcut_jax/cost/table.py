@@ -33,7 +33,7 @@ class Fingerprint:
       dtype, draft_dtype, cache_dtype: of weights and caches.
       positions: cached positions of a slot.
       sampling: whether requests may draw their tokens.
-      logprobs: whether tokens come with their log-probabilities.
+      logprobs: what is told of a token, as in `decode.steps.StepShapes`.
       backends: the forms of the kernels, by operation.
       jax: version.
       code: digest of the source that the measured steps are compiled from.
@@ -51,7 +51,7 @@ class Fingerprint:
     cache_dtype: str
     positions: int
     sampling: bool
-    logprobs: bool
+    logprobs: int
     backends: str
     jax: str
     code: str
@@ -131,7 +131,7 @@ class CostTable:
     def empty(cls) -> "CostTable":
         """A table without cells, of nowhere; every look-up raises."""
         nowhere = Fingerprint(
-            "", 0, "", (), "", "", "", "", "", "", 0, False, False, "", "", ""
+            "", 0, "", (), "", "", "", "", "", "", 0, False, 0, "", "", ""
         )
         return cls(nowhere, {}, {}, {}, {})
 

@@ -36,7 +36,7 @@ def share(
     models: Models,
     lay: Layout,
     wire_width: int,
-    logprobs: bool = False,
+    logprobs: int = 0,
     backends: Backends = PLAIN,
 ) -> tuple[Array, DecodeState, Fresh, Caches, Chosen]:
     """`verify`, and `prefill` of a chunk, in one pass of the target over all rows.

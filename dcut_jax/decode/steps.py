@@ -17,9 +17,23 @@ from dcut_jax.decode.decide import Proposal
 from dcut_jax.decode.defer import Deferred, emptied, nothing_deferred, put_off
 from dcut_jax.decode.pack import Layout, Packed, layout, pack, unpack
 from dcut_jax.decode.propose import propose
-from dcut_jax.decode.sample import Sampling, log_probability, next_token, sound
+from dcut_jax.decode.sample import (
+    Likeliest,
+    Sampling,
+    likeliest,
+    log_probability,
+    next_token,
+    sound,
+)
 from dcut_jax.decode.shards import Axes, from_shard, gathered, own, own_slot
-from dcut_jax.decode.state import BROKEN, COUNTS, DecodeState, Outcome, to_wire
+from dcut_jax.decode.state import (
+    BROKEN,
+    COUNTS,
+    DecodeState,
+    Outcome,
+    to_wire,
+    told_columns,
+)
 from dcut_jax.decode.synthetic import Synthetic, drawn_drafts
 from dcut_jax.decode.verify import prefill_rows, verify_rows
 from dcut_jax.mesh import Placement
@@ -195,7 +209,7 @@ def verify(
     models: Models,
     lay: Layout,
     wire_width: int,
-    logprobs: bool = False,
+    logprobs: int = 0,
     backends: Backends = PLAIN,
 ) -> tuple[Array, DecodeState, Fresh]:
     """Checks anchors and kept drafts; the outcome comes in its wire form.
@@ -260,7 +274,7 @@ def settle(
     models: Models,
     lay: Layout,
     wire_width: int,
-    logprobs: bool,
+    logprobs: int,
     backends: Backends,
 ) -> tuple[Array, DecodeState, Fresh]:
     """What follows from the target's pass over what was asked; see `verify`."""
@@ -281,8 +295,10 @@ def settle(
     if rows.crowded is not None:
         crowded_B = jnp.broadcast_to(rows.crowded, outcome.count_B.shape)
         outcome = replace(outcome, crowded_B=crowded_B)
-    if chosen.logp is not None:
-        outcome = replace(outcome, logp_BW=unpack(chosen.logp, packed, lay.width))
+    told = jax.tree.map(
+        lambda x: unpack(x, packed, lay.width), (chosen.logp, chosen.likeliest)
+    )
+    outcome = replace(outcome, logp_BW=told[0], likeliest=told[1])
     wire_BX = gathered(to_wire(widen(outcome, wire_width)), models.slot_axes)
     defer = defers(models, lay.rows, lay.slots)
     fresh = fresh_rows(params, models, rows, packed, state, outcome, defer=defer)
@@ -297,11 +313,13 @@ def defers(models: Models, rows: int, slots: int) -> bool:
 class Chosen(NamedTuple):
     """The target's tokens; `logp` as `log_probability` has it, None if not asked.
 
-    A row whose logits hold a NaN or +inf, or nothing finite, has the token `BROKEN`.
+    `likeliest` has the most likely ones beside it, None if not asked. A row whose logits
+    hold a NaN or +inf, or nothing finite, has the token `BROKEN`.
     """
 
     token: Array
     logp: Array | None
+    likeliest: Likeliest | None = None
 
 
 def choose(
@@ -309,7 +327,7 @@ def choose(
     hidden_TE: Array,
     sampling: Sampling | None,
     position_T: Array,
-    logprobs: bool,
+    logprobs: int,
     over: str | None,
     backends: Backends,
 ) -> Chosen:
@@ -328,16 +346,22 @@ def choose(
     logits_TV = dense.logits(hidden_TE, head_VE)
     token_T = next_token(logits_TV, sampling, position_T, over)
     logp_T = log_probability(logits_TV, token_T, over) if logprobs else None
-    return Chosen(jnp.where(sound(logits_TV, over), token_T, BROKEN), logp_T)
+    beside = likeliest(logits_TV, logprobs - 1, over) if logprobs > 1 else None
+    token_T = jnp.where(sound(logits_TV, over), token_T, BROKEN)
+    return Chosen(token_T, logp_T, beside)
 
 
 def widen(outcome: Outcome, width: int) -> Outcome:
     """Pads the columns of tokens, so that every step has one wire shape."""
-    pad = ((0, 0), (0, width - outcome.token_BW.shape[1]))
-    token_BW, logp_BW = jax.tree.map(
-        lambda x_BW: jnp.pad(x_BW, pad), (outcome.token_BW, outcome.logp_BW)
+    missing = width - outcome.token_BW.shape[1]
+
+    def wider(x: Array) -> Array:
+        return jnp.pad(x, ((0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)))
+
+    token_BW, logp_BW, beside = jax.tree.map(
+        wider, (outcome.token_BW, outcome.logp_BW, outcome.likeliest)
     )
-    return replace(outcome, token_BW=token_BW, logp_BW=logp_BW)
+    return replace(outcome, token_BW=token_BW, logp_BW=logp_BW, likeliest=beside)
 
 
 def fresh_rows(
@@ -436,7 +460,7 @@ def prefill(
     sampling: Sampling | None,
     *,
     models: Models,
-    logprobs: bool = False,
+    logprobs: int = 0,
     backends: Backends = PLAIN,
 ) -> tuple[Caches, Chosen]:
     """One chunk of a prompt into caches of its own; the token that follows its rows.
@@ -477,7 +501,7 @@ def settle_chunk(
     sampling: Sampling | None,
     *,
     models: Models,
-    logprobs: bool,
+    logprobs: int,
     backends: Backends,
 ) -> tuple[Caches, Chosen]:
     """What follows from the target's pass over a chunk; see `prefill`."""
@@ -590,7 +614,8 @@ class StepShapes:
       width: rows of a full block, W; 1 without a drafter.
       stops: stop tokens a request may have.
       sampling: whether requests may draw their tokens.
-      logprobs: whether tokens come with their log-probabilities.
+      logprobs: what is told of a token: 0: nothing; 1: its log-probability; 1 + k: and
+        the k likeliest with theirs.
       backends: the forms of the kernels.
       shards: parts that the slots are dealt into; layouts are those of one part.
       crowds: whether rows travel to experts, and so may be too many for one device.
@@ -637,7 +662,8 @@ class StepShapes:
     @property
     def wire_columns(self) -> int:
         """Columns of an outcome's wire form."""
-        return COUNTS + self.wire_width * (2 if self.logprobs else 1) + self.crowds
+        per_token = told_columns(self.logprobs)
+        return COUNTS + self.wire_width * per_token + self.crowds
 
 
 def anchors_only(shapes: StepShapes) -> Layout:

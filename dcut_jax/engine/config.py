@@ -24,6 +24,8 @@ class EngineConfig:
       sampling: whether requests may draw their tokens; without, steps are a little
         cheaper.
       logprobs: whether completions hold the log-probabilities of their tokens.
+      likeliest: how many of the most likely tokens they hold beside each token; needs
+        `logprobs` and `sampling`, and makes every step longer.
       backends: the forms of the kernels; None: the defaults of the device that the
         parameters are on (`pallas_kernels.backends.DEFAULTS`).
       kv_memory: bytes of each device for the pages of keys and values, of target and
@@ -42,6 +44,7 @@ class EngineConfig:
     cache_dtype: str = "float32"
     sampling: bool = False
     logprobs: bool = False
+    likeliest: int = 0
     backends: Backends | None = None
     kv_memory: int | None = None
     prefix_cache: bool = True
@@ -55,6 +58,14 @@ class EngineConfig:
         if self.max_length < 2:
             raise ValueError(
                 f"max_length must hold a prompt and a token; found {self.max_length}"
+            )
+        if self.likeliest < 0 or (
+            self.likeliest and not (self.logprobs and self.sampling)
+        ):
+            raise ValueError(
+                f"expected a number of likeliest tokens of at least 0, and above 0 "
+                f"logprobs and sampling with it; found {self.likeliest} with logprobs="
+                f"{self.logprobs} and sampling={self.sampling}"
             )
         chunks = self.shared_chunks
         if list(chunks) != sorted(set(chunks)) or not all(c > 0 for c in chunks):
@@ -93,7 +104,7 @@ class EngineConfig:
             width=models.drafter.max_drafts + 1 if models.drafter else 1,
             stops=self.max_stops,
             sampling=self.sampling,
-            logprobs=self.logprobs,
+            logprobs=self.logprobs + self.likeliest,
             backends=self.backends_on(device_of(models)),
             shards=models.shards,
             crowds=travels,

@@ -25,6 +25,7 @@ from dcut_jax.engine.paging import Paging
 from dcut_jax.engine.policy import ArPolicy, DCutPolicy, FixedPolicy, Policy
 from dcut_jax.engine.requests import (
     Completion,
+    Likeliest,
     Request,
     halted_after,
 )
@@ -283,9 +284,13 @@ class Engine:
         """Waits for a prompt, of which all chunks were dispatched."""
         assert not begun.left, "a chunk was not run"
         assert begun.chosen is not None, "a request has a prompt"
-        token, logp = jax.device_get(begun.chosen)
-        first_logprob = None if logp is None else float(logp)
-        return Prefilled(begun.request, begun.caches, int(token), first_logprob)
+        token, logp, beside = jax.device_get(begun.chosen)
+        ready = Prefilled(begun.request, begun.caches, int(token))
+        if logp is not None:
+            ready = replace(ready, first_logprob=float(logp))
+        if beside is not None:
+            ready = replace(ready, first_likeliest=_pairs(beside.token, beside.logp))
+        return ready
 
     def admits(self, request: Request) -> bool:
         """Whether there are a slot and pages for a request, and nobody waits for them.
@@ -316,6 +321,8 @@ class Engine:
         completion = Completion([ready.first_token], origins=["plain"])
         if ready.first_logprob is not None:
             completion.logprobs.append(ready.first_logprob)
+        if ready.first_likeliest:
+            completion.likeliest.append(ready.first_likeliest)
         halt = request.halt() if request.halt else None
         if ready.first_token in request.stop or (halt and halt(ready.first_token)):
             completion.finish = "stop"
@@ -732,6 +739,10 @@ class Engine:
             done.tokens.extend(tokens[:count])
             if outcome.logp_BW is not None:
                 done.logprobs.extend(outcome.logp_BW[i, :count].tolist())
+            if outcome.likeliest_BWL is not None:
+                token_BWL, logp_BWL = outcome.likeliest_BWL
+                rows = zip(token_BWL[i, :count], logp_BWL[i, :count], strict=True)
+                done.likeliest.extend(_pairs(*row) for row in rows)
             done.steps += 1
             slot.progress.add(count)
             done.accepted += accepted
@@ -791,6 +802,10 @@ class Engine:
                     sum(len(r.tokens) for r in made),
                 )
         return [r for r in results if r is not None]
+
+
+def _pairs(token_L: np.ndarray, logp_L: np.ndarray) -> Likeliest:
+    return tuple(zip(token_L.tolist(), logp_L.tolist(), strict=True))
 
 
 def _rows(begun: Prefill, sizes: Sequence[int]) -> int:

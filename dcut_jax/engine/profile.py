@@ -59,7 +59,7 @@ def fingerprint(
         cache_dtype=config.cache_dtype,
         positions=config.positions,
         sampling=config.sampling,
-        logprobs=config.logprobs,
+        logprobs=config.logprobs + config.likeliest,
         backends=" ".join(f"{name}={form}" for name, form in forms.items()),
         jax=jax.__version__,
         code=code_digest(),

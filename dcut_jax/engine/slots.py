@@ -10,7 +10,7 @@ import numpy as np
 from dcut_jax.cut.fairness import Progress
 from dcut_jax.decode import steps as S
 from dcut_jax.decode.decide import Decision
-from dcut_jax.engine.requests import Completion, Halt, Origin, Request
+from dcut_jax.engine.requests import Completion, Halt, Likeliest, Origin, Request
 
 
 @dataclass
@@ -46,6 +46,7 @@ class Prefilled:
     caches: S.Caches
     first_token: int
     first_logprob: float | None = None
+    first_likeliest: Likeliest = ()
 
 
 @dataclass

@@ -62,6 +62,15 @@ def parser() -> argparse.ArgumentParser:
         help="offer no log-probabilities; steps are a little cheaper",
     )
     p.add_argument(
+        "--likeliest",
+        type=int,
+        default=0,
+        choices=range(21),
+        metavar="0..20",
+        help="tokens that logprobs can tell beside the one taken; makes every step "
+        "longer (default: 0)",
+    )
+    p.add_argument(
         "--no-prefix-cache",
         action="store_true",
         help="run every prompt whole; else beginnings of prompts are kept, and how "
@@ -111,6 +120,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             "--costs roofline: each process would measure rates of its own; expected "
             "measured costs where several take part"
         )
+    if args.likeliest and args.no_logprobs:
+        p.error("--likeliest: expected no --no-logprobs with it")
     if not 0 <= args.port < 2**16:
         p.error(f"--port: expected 0 to 65535, found {args.port}")
     if not args.drain_s >= 0:
@@ -155,6 +166,7 @@ def make_engine(args: argparse.Namespace) -> tuple[Target, Engine]:
         args.cache_dtype,
         sampling=True,
         logprobs=not args.no_logprobs,
+        likeliest=args.likeliest,
         kv_memory=args.kv_memory,
         prefix_cache=not args.no_prefix_cache,
         shared_chunks=shared_chunks(pair.models, args.prefill_tokens),
@@ -190,6 +202,7 @@ def make_server(args: argparse.Namespace, target: Target, engine: Engine) -> "Se
         args.max_length,
         not args.no_logprobs,
         choices=args.choices,
+        likeliest=args.likeliest,
     )
     alive = engine.alive if isinstance(engine, Leader) else None
     scheduler = Scheduler(engine, limits, alive=alive)

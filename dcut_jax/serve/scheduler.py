@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dcut_jax.engine.engine import Engine
-from dcut_jax.engine.requests import Completion, Origin, Request
+from dcut_jax.engine.requests import Completion, Likeliest, Origin, Request
 from dcut_jax.engine.slots import Prefill
 from dcut_jax.serve.watch import Watch
 
@@ -71,6 +71,7 @@ class News:
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
+    likeliest: tuple[Likeliest, ...] = ()
     origins: tuple[Origin, ...] = ()
     end: End | None = None
 
@@ -338,6 +339,7 @@ class Scheduler:
                         News(
                             tuple(done.tokens[since:]),
                             tuple(done.logprobs[since:]),
+                            tuple(done.likeliest[since:]),
                             tuple(done.origins[since:]),
                             end,
                         ),

@@ -10,6 +10,7 @@ from dcut_jax.decode.sample import (
     Sampling,
     greedy,
     keep,
+    likeliest,
     log_probability,
     next_token,
     pick,
@@ -191,3 +192,25 @@ class TestLogProbability:
         best = top1(jnp.asarray(draw_logits(64)))
         got = log_probability(jnp.asarray(draw_logits(64)), best.token)
         np.testing.assert_array_equal(got, best.logp)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_the_likeliest_tokens(shards):
+    logits_TV = draw_logits()
+    logits_TV[1, [7, 250, 31]] = 11.0  # ties go to the lower index, on every device
+    mesh = jax.make_mesh((shards,), ("model",))
+    over = "model" if shards > 1 else None
+    run = jax.shard_map(
+        lambda x: likeliest(x, 3, over),
+        mesh=mesh,
+        in_specs=jax.P(None, "model"),
+        out_specs=jax.P(),
+        check_vma=False,
+    )
+    got = jax.jit(run)(logits_TV)
+    order_TV = np.argsort(-logits_TV, axis=1, kind="stable")
+    np.testing.assert_array_equal(got.token, order_TV[:, :3])
+    assert got.token[1].tolist() == [7, 31, 250]
+    for row, tokens, logp in zip(logits_TV, got.token, got.logp, strict=True):
+        want = np.log(probabilities(row))[np.asarray(tokens)]
+        np.testing.assert_allclose(logp, want, atol=1e-5)

@@ -23,7 +23,13 @@ from dcut_jax.engine.requests import Request
 
 SLOTS, CHUNKS = 3, (8, 32)
 CONFIG = EngineConfig(
-    SLOTS, 200, sampling=True, logprobs=True, prefix_cache=False, shared_chunks=CHUNKS
+    SLOTS,
+    200,
+    sampling=True,
+    logprobs=True,
+    likeliest=2,
+    prefix_cache=False,
+    shared_chunks=CHUNKS,
 )
 # Texts of the tiny pair: it has learned sequences that count up.
 EASY = [tuple(range(a, a + 4)) for a in (55, 8, 36)]
@@ -100,6 +106,14 @@ def test_the_texts_are_those_of_plain_decoding(
     assert [c.tokens for c in got] == [c.tokens for c in plain]
     for one, other in zip(got, plain, strict=True):
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+        assert len(one.likeliest) == len(one.tokens)
+        for mine, its in zip(one.likeliest, other.likeliest, strict=True):
+            assert [t for t, _ in mine] == [t for t, _ in its]
+            assert [p for _, p in mine] == pytest.approx([p for _, p in its], abs=1e-4)
+    first = got[0]  # greedy: what was taken is the likeliest
+    assert [some[0] for some in first.likeliest] == list(
+        zip(first.tokens, first.logprobs, strict=True)
+    )
     along = [r for r in engine.records if r.prompt_rows]
     assert {r.prompt_rows for r in along} == set(CHUNKS)
     assert sum(r.committed for r in along) >= len(along)

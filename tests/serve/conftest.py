@@ -95,7 +95,8 @@ def dcut(shapes):
 
 @pytest.fixture(scope="session")
 def config():
-    settings = {"sampling": True, "logprobs": True, "shared_chunks": (32,)}
+    settings = {"sampling": True, "logprobs": True, "likeliest": 2}
+    settings["shared_chunks"] = (32,)
     return EngineConfig(SLOTS, MAX_LENGTH, 1, **settings)
 
 
@@ -133,7 +134,7 @@ class Live:
         self.text = text
         self.engine = engine
         self.scheduler = Scheduler(engine, limits, on_step=on_step)
-        served = Served(NAME, text, MAX_LENGTH, True, limits.choices)
+        served = Served(NAME, text, MAX_LENGTH, True, limits.choices, 2)
         self.served = served
         self.server = Server(served, self.scheduler, limits, **options)
         config = uvicorn.Config(
