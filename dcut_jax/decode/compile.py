@@ -27,8 +27,8 @@ from dcut_jax.decode.decide import (
 )
 from dcut_jax.decode.pack import Layout
 from dcut_jax.decode.placing import Places
-from dcut_jax.decode.share import share
 from dcut_jax.decode.shards import from_first
+from dcut_jax.decode.share import share
 from dcut_jax.decode.state import DecodeState, init_state
 from dcut_jax.mesh import Placement, place
 

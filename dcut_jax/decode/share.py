@@ -80,5 +80,3 @@ def share(
         backends=backends,
     )
     return *settled, *done
-
-

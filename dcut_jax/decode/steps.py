@@ -313,8 +313,8 @@ def defers(models: Models, rows: int, slots: int) -> bool:
 class Chosen(NamedTuple):
     """The target's tokens; `logp` as `log_probability` has it, None if not asked.
 
-    `likeliest` has the most likely ones beside it, None if not asked. A row whose logits
-    hold a NaN or +inf, or nothing finite, has the token `BROKEN`.
+    `likeliest` has the most likely ones beside it, None if not asked. A row whose
+    logits hold a NaN or +inf, or nothing finite, has the token `BROKEN`.
     """
 
     token: Array

@@ -580,9 +580,7 @@ class Engine:
         clock.stop("draft", proposal)
         return proposal
 
-    def _cut_step(
-        self, steering: Steering, clock: Phases, chunk: Chunk | None
-    ) -> None:
+    def _cut_step(self, steering: Steering, clock: Phases, chunk: Chunk | None) -> None:
         beside = chunk.rows if chunk else 0
         choice = steering.choose(self._context, self._cap_ms, beside)
         if not choice.planned:
@@ -680,9 +678,7 @@ class Engine:
             self._wire, self.state, fresh = run(*asked)
         else:
             run = self.compiler.share(self.shapes, lay, chunk.rows)
-            self._wire, self.state, fresh, *prompt = run(
-                *asked, *self._of_chunk(chunk)
-            )
+            self._wire, self.state, fresh, *prompt = run(*asked, *self._of_chunk(chunk))
             chunk.ran(*prompt)
         clock.stop("verify", self._wire)
         write = self.compiler.commit(self.shapes, lay.rows)

@@ -75,7 +75,7 @@ class Steering:
     # -- what a step is to be ------------------------------------------------------
 
     def chunk(self, wanted: int, context: int, cap_ms: float) -> int:
-        """Rows of a prompt to take along: as many as wanted, or as some step has time for.
+        """Rows of a prompt to take along: `wanted`, or fewer where time is short.
 
         The smallest chunk at least: a prompt is never put off for ever. `wanted` is one
         of the chunks.
@@ -127,7 +127,7 @@ class Steering:
         return self._known[chunk][1]
 
     def outlook(self) -> tuple[StepCosts, dict[Choice, Promise]]:
-        """What steps without a prompt cost, as last reckoned, and what each promises."""
+        """What steps without a prompt cost, as last reckoned, and promise."""
         _, costs, _ = self._known[0]
         return costs, self.chooser.promises(costs)
 

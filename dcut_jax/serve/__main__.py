@@ -21,8 +21,8 @@ from dcut_jax.engine.config import EngineConfig
 from dcut_jax.engine.engine import PREFILL_CHUNKS, Engine
 from dcut_jax.engine.load import load_pair
 from dcut_jax.modes import WIDTH, add_mode_flags, build_engine, settle_mode
-from dcut_jax.prompts import DEFAULT, load_prompts
 from dcut_jax.processes import first, several
+from dcut_jax.prompts import DEFAULT, load_prompts
 from dcut_jax.serve.lead import Leader, Lost, follow, leave, meet
 from dcut_jax.stops import StopStrings
 from dcut_jax.weights.load import Target
@@ -140,7 +140,7 @@ def filling(text: TextTokenizer) -> list[int]:
 
 
 def shared_chunks(models: Models, most: int) -> tuple[int, ...]:
-    """Chunks of prompts that go along with steps: of at most so many rows, one at least.
+    """Chunks of prompts that go along with steps, of so many rows at most; one at least.
 
     None where rows travel to experts; there prompts are run between steps.
     """

@@ -1,9 +1,9 @@
 """One process that answers, and those that follow it: one engine on one mesh.
 
-Every process of a mesh has to dispatch the same steps in the same order. The first one
-has the scheduler. What changes an engine it tells the others before it does it, and they
-do the same to theirs: host loops go by outcomes alone, and these are the same everywhere.
-So requests, calls and steps travel, a line of JSON each, and nothing of what is decoded.
+Every process of a mesh has to dispatch the same steps in the same order. The first has
+the scheduler. What changes an engine it tells the others before it does it, and they do
+the same to theirs: host loops go by outcomes alone, and these are the same everywhere.
+So requests, calls and steps travel, a line of JSON each; nothing that is decoded does.
 """
 
 import hmac
@@ -81,7 +81,7 @@ def _greeting(secret: str, process: int) -> bytes:
 
 
 def _lasting(line: socket.socket) -> socket.socket:
-    """A connection that waits for as long as there is nothing to say, and then at once."""
+    """A connection that waits as long as nothing is said, and then says it at once."""
     line.settimeout(None)
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return line

@@ -223,9 +223,7 @@ def _new_tokens(
     return wanted
 
 
-def _logprobs(
-    kind: Kind, given: Mapping[str, Any], served: Served
-) -> tuple[bool, int]:
+def _logprobs(kind: Kind, given: Mapping[str, Any], served: Served) -> tuple[bool, int]:
     """Whether log-probabilities are wanted, and of how many of the likeliest tokens."""
     asked = given.get("logprobs", False)
     wanted = asked if kind == "chat" else asked is not False
@@ -271,8 +269,8 @@ def _stops(given: Mapping[str, Any], served: Served) -> StopStrings | None:
 class Piece:
     """What one token brought: its id, log-probability, origin, and certain text.
 
-    `likeliest`: the most likely tokens in its place, as many as the server tells; where it
-    tells none, the one that was taken.
+    `likeliest`: the most likely tokens in its place, as many as the server tells; where
+    it tells none, the one that was taken.
     """
 
     token: int
@@ -356,7 +354,6 @@ class Choice:
             "top_logprobs": top if self.ask.top_logprobs else None,
             "text_offset": offsets,
         }
-
 
     def _top(self, piece: Piece) -> list[tuple[str, float]]:
         """The most likely tokens in a place, as text, as many as were asked for."""

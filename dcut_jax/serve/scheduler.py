@@ -1,9 +1,9 @@
 """One thread that owns the engine, and the queue in front of it.
 
 Whoever asks lives in an event loop; the engine's thread prefills, steps, and hands what
-came of it back to that loop. A prompt goes through the target in chunks, a bounded number
-of tokens at a time, so that those who decode do not wait for it: with their steps, where
-the engine takes chunks along, and else between two of them.
+came of it back to that loop. A prompt goes through the target in chunks, a bounded
+number of tokens at a time, so that those who decode do not wait for it: with their
+steps, where the engine takes chunks along, and else between two of them.
 """
 
 import asyncio
@@ -117,8 +117,7 @@ class Scheduler:
       engine: nobody else may touch it from `start` to `stop`.
       on_step: called in the engine's thread before each step; for tests that break
         things.
-      alive: called in that thread now and then; raises where the engine is of no use any
-        more.
+      alive: called in that thread now and then; raises where the engine is of no use.
     """
 
     def __init__(

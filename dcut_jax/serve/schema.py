@@ -249,8 +249,8 @@ COMPLETION: Schema = _request(
         ),
         **_COMMON,
         "logprobs": integer(
-            "Tokens come with their log-probabilities, and with those of so many of the "
-            "most likely ones; see top_logprobs of chats.",
+            "Tokens come with their log-probabilities, and with those of so many of "
+            "the most likely ones; see top_logprobs of chats.",
             minimum=0,
             maximum=5,
         ),

@@ -101,7 +101,9 @@ class Watch:
         self.texts = counter("texts", "Texts that ended, by why", ("end",))
         self.drafts = counter("drafts", "Drafts verified", ("result",))
         self.steps = counter("steps", "Decode steps: plain, full, planned", ("kind",))
-        self.tiers = counter("tier_steps", "Decode steps by rows, a prompt's among them", ("rows",))
+        self.tiers = counter(
+            "tier_steps", "Decode steps by rows, a prompt's among them", ("rows",)
+        )
         self.shared = counter("shared_steps", "Decode steps with a chunk of a prompt")
         self.answers = counter("http_responses", "HTTP responses", ("path", "code"))
         self.phase = histogram("step_phase_ms", "Sampled steps", _STEP_MS, "phase")

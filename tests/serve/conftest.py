@@ -111,7 +111,9 @@ def plain(tiny, config):
     """From requests to what plain decoding emits for them, one after the other."""
     models = Models(tiny.target, None, {"target": tiny.params["target"]})
     compiler = Compiler(models, "float32")
-    engine = Engine(models, replace(config, shared_chunks=()), ArPolicy(), compiler=compiler)
+    engine = Engine(
+        models, replace(config, shared_chunks=()), ArPolicy(), compiler=compiler
+    )
     known = {}
 
     def decode(request):

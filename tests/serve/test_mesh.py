@@ -13,7 +13,14 @@ from dcut_jax.engine.policy import FixedPolicy
 from dcut_jax.engine.requests import Request
 from dcut_jax.mesh import make_placement
 
-PROMPTS = ["ab", "go on", "a", "1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18", "hi", "x"]
+PROMPTS = [
+    "ab",
+    "go on",
+    "a",
+    "1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18",
+    "hi",
+    "x",
+]
 
 
 def widen(pair):

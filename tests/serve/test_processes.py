@@ -17,7 +17,14 @@ pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 GOLDEN = HERE.parent / "golden" / "dflash"
-PROMPTS = ["ab", "go on", "a", "1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18", "hi", "x"]
+PROMPTS = [
+    "ab",
+    "go on",
+    "a",
+    "1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18",
+    "hi",
+    "x",
+]
 
 
 @pytest.fixture
