@@ -140,7 +140,7 @@ def filling(text: TextTokenizer) -> list[int]:
 
 
 def shared_chunks(models: Models, most: int) -> tuple[int, ...]:
-    """Chunks of prompts that go along with steps, of so many rows at most; one at least.
+    """Chunks of prompts that steps take along: of so many rows at most, one at least.
 
     None where rows travel to experts; there prompts are run between steps.
     """

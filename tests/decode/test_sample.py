@@ -1,5 +1,7 @@
 """Drawing tokens: which remain, with what frequency, and what does not matter."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +18,7 @@ from dcut_jax.decode.sample import (
     pick,
     weights,
 )
+from dcut_jax.mesh import make_placement
 
 VOCAB = 300  # two blocks of the search and a part of one
 
@@ -198,15 +201,15 @@ class TestLogProbability:
 def test_the_likeliest_tokens(shards):
     logits_TV = draw_logits()
     logits_TV[1, [7, 250, 31]] = 11.0  # ties go to the lower index, on every device
-    mesh = jax.make_mesh((shards,), ("model",))
-    over = "model" if shards > 1 else None
-    run = jax.shard_map(
-        lambda x: likeliest(x, 3, over),
-        mesh=mesh,
-        in_specs=jax.P(None, "model"),
-        out_specs=jax.P(),
-        check_vma=False,
-    )
+    run = partial(likeliest, count=3)
+    if shards > 1:
+        run = jax.shard_map(
+            partial(run, over="model"),
+            mesh=make_placement({"model": shards}, "tp").mesh,
+            in_specs=jax.P(None, "model"),
+            out_specs=jax.P(),
+            check_vma=False,
+        )
     got = jax.jit(run)(logits_TV)
     order_TV = np.argsort(-logits_TV, axis=1, kind="stable")
     np.testing.assert_array_equal(got.token, order_TV[:, :3])

@@ -20,8 +20,9 @@ from dcut_jax.engine.policy import (
 )
 from dcut_jax.engine.profile import fingerprint, profile
 from dcut_jax.engine.requests import Request
+from dcut_jax.engine.steering import Steering
 
-SLOTS, CHUNKS = 3, (8, 32)
+SLOTS = 3
 CONFIG = EngineConfig(
     SLOTS,
     200,
@@ -29,8 +30,9 @@ CONFIG = EngineConfig(
     logprobs=True,
     likeliest=2,
     prefix_cache=False,
-    shared_chunks=CHUNKS,
+    shared_chunks=(32,),
 )
+TWO = replace(CONFIG, shared_chunks=(8, 32))
 # Texts of the tiny pair: it has learned sequences that count up.
 EASY = [tuple(range(a, a + 4)) for a in (55, 8, 36)]
 
@@ -46,9 +48,9 @@ def compiler(pair):
 
 @pytest.fixture(scope="module")
 def policies(pair, invented_table):
-    def make(verify_ms=cost, **choice):
-        policy = replace(unmeasured(), widths=(3, 7), factors=(2.0,), **choice)
-        shapes = CONFIG.shapes(pair)
+    def make(verify_ms=cost, config=CONFIG, widths=(3,), **choice):
+        policy = replace(unmeasured(), widths=widths, factors=(2.0,), **choice)
+        shapes = config.shapes(pair)
         return replace(policy, table=invented_table(policy, shapes, verify_ms))
 
     return {"ar": ArPolicy(), "fixed": FixedPolicy(3), "dcut": make()} | {"make": make}
@@ -90,12 +92,14 @@ def requests():
 
 
 @pytest.fixture(scope="module")
-def plain(pair, requests):
+def plain(pair, compiler, requests):
     config = replace(CONFIG, shared_chunks=())
-    return Engine(pair, config, ArPolicy()).generate(requests)
+    return Engine(pair, config, ArPolicy(), compiler=compiler).generate(requests)
 
 
-@pytest.mark.parametrize("mode", ["ar", "fixed", "dcut"])
+@pytest.mark.parametrize(
+    "mode", ["ar", pytest.param("fixed", marks=pytest.mark.slow), "dcut"]
+)
 def test_the_texts_are_those_of_plain_decoding(
     pair, compiler, policies, requests, plain, mode, compilations
 ):
@@ -115,18 +119,20 @@ def test_the_texts_are_those_of_plain_decoding(
         zip(first.tokens, first.logprobs, strict=True)
     )
     along = [r for r in engine.records if r.prompt_rows]
-    assert {r.prompt_rows for r in along} == set(CHUNKS)
+    assert {r.prompt_rows for r in along} == {32}
     assert sum(r.committed for r in along) >= len(along)
     assert engine.paging.used == 0
 
 
-def test_who_was_put_aside_comes_back_along_with_steps(pair, requests, plain):
+@pytest.mark.slow
+def test_who_was_put_aside_comes_back_along_with_steps(pair, compiler, requests):
     memory = 3 * bytes_of_page(pair, "float32")
-    config = replace(CONFIG, shared_chunks=(32,), kv_memory=memory)
+    config = replace(CONFIG, kv_memory=memory)
     engine = Engine(pair, config, FixedPolicy(3))
     long = [replace(r, prompt=r.prompt * 4, max_new_tokens=70) for r in requests[::2]]
     long = [replace(r, prompt=r.prompt[:100]) for r in long]
-    want = Engine(pair, replace(CONFIG, shared_chunks=()), ArPolicy()).generate(long)
+    alone = replace(CONFIG, shared_chunks=())
+    want = Engine(pair, alone, ArPolicy(), compiler=compiler).generate(long)
     got = engine.generate(long)
     assert [c.tokens for c in got] == [c.tokens for c in want]
     assert engine.preemptions > 0
@@ -144,7 +150,7 @@ class TestCosts:
             assert beside[verify_work(lay)] == pytest.approx(ms[verify_work(lay)])
 
     def test_wide_steps_take_none_along(self, pair, policies):
-        policy, shapes = policies["dcut"], CONFIG.shapes(pair)
+        policy, shapes = policies["make"](config=TWO, widths=(3, 7)), TWO.shapes(pair)
         ms, _ = policy.beside(shapes, policy.measured(shapes, 128), 8)
         costs = policy.costs(shapes, ms)
         assert policy.tiers(shapes) == (3, 6, 12, 24)
@@ -153,15 +159,14 @@ class TestCosts:
         assert np.isfinite(costs.full_M).tolist() == [True, False]
         assert np.isfinite(costs.plain_ms)
 
-    def test_rows_that_are_dearer_beside_a_chunk_are_fewer(self, pair, policies):
+    def test_rows_that_are_dearer_beside_a_chunk_are_fewer(
+        self, pair, compiler, policies
+    ):
         """Alone rows are all but free; beside a chunk each costs."""
         policy = policies["make"](lambda lay: 10.0 + 1e-3 * lay.rows)
-        dear = {
-            key: (20.0 + 5 * key[1],) if key[3] == 32 else ms
-            for key, ms in policy.table.share.items()
-        }
+        dear = {key: (20.0 + 5 * key[1],) for key in policy.table.share}
         policy = replace(policy, table=replace(policy.table, share=dear), correct=False)
-        engine = Engine(pair, CONFIG, policy, compiler=Compiler(pair, "float32"))
+        engine = Engine(pair, CONFIG, policy, compiler=compiler)
         request = Request(tuple(range(3, 90)) * 2, 1)
         engine.reset()
         running = [engine.admit(engine.prefill(Request(p, 150))) for p in EASY[:2]]
@@ -179,9 +184,8 @@ class TestCosts:
 
     def test_a_time_limit_counts_the_chunk(self, pair, policies):
         """With 32 rows no step is short enough, with 8 some are."""
-        policy = policies["make"](correct=False)
-        engine = Engine(pair, CONFIG, policy, compiler=Compiler(pair, "float32"))
-        steering = engine.steering
+        policy, shapes = policies["make"](config=TWO, correct=False), TWO.shapes(pair)
+        steering = Steering(policy, shapes)
         assert steering.chunk(32, 100, float("inf")) == 32
         assert steering.chunk(8, 100, float("inf")) == 8
         assert steering.chunk(32, 100, 5.0) == 32  # 1.18 ms of anchors, and 3.2
@@ -189,33 +193,32 @@ class TestCosts:
         assert steering.chunk(32, 100, 0.1) == 8
         # 2 ms have room for 0.8 of the chunk and a plain step, not for two rows each.
         costs = steering._plan_costs(100, 2.1, 8)
-        tiers = policy.tiers(engine.shapes)
+        tiers = policy.tiers(shapes)
         fits = [t for t, ms in zip(tiers, costs.planned_MR[0], strict=True) if ms < 1e6]
         assert fits == [SLOTS]
         assert steering._plan_costs(100, 2.1).planned_MR[0][1] < 1e6
 
-    def test_they_are_measured(self, pair):
-        policy = replace(unmeasured(), widths=(3,), factors=())
-        config = replace(CONFIG, shared_chunks=(8,))
-        here = fingerprint(pair, config, "tiny", "tiny")
-        table = profile(pair, config, [policy], here, [5, 6, 7], rounds=1)
-        shapes = config.shapes(pair)
-        at = config.max_length - 1
+    def test_they_are_measured(self, pair, compiler, policies):
+        policy, here = policies["dcut"], fingerprint(pair, CONFIG, "tiny", "tiny")
+        table = profile(
+            pair, CONFIG, [policy], here, [5, 6, 7], compiler=compiler, rounds=1
+        )
+        shapes, at = CONFIG.shapes(pair), CONFIG.max_length - 1
         assert set(table.share) == {
-            (SLOTS, lay.rows, lay.width, 8, at) for lay in policy.shared(shapes)
+            (SLOTS, lay.rows, lay.width, 32, at) for lay in policy.shared(shapes)
         }
         own = replace(policy, table=table)
         assert own.covered(shapes)
         bare = replace(policy, table=replace(table, share={}))
         assert not bare.covered(shapes)
         ms = own.measured(shapes, at)
-        assert share_work(anchors_only(shapes), 8) in ms
+        assert share_work(anchors_only(shapes), 32) in ms
 
 
 class TestRefusals:
-    def test_a_step_that_takes_none(self, pair):
+    def test_a_step_that_takes_none(self, pair, compiler):
         config = replace(CONFIG, shared_chunks=())
-        engine = Engine(pair, config, ArPolicy())
+        engine = Engine(pair, config, ArPolicy(), compiler=compiler)
         engine.admit(engine.prefill(Request(EASY[0], 9)))
         with pytest.raises(ValueError, match="expected an engine with shared_chunks"):
             engine.step(engine.begin_prefill(Request(EASY[1], 9)))
