@@ -114,12 +114,9 @@ class Leader:
     """
 
     def __init__(self, engine: Engine, lines: Sequence[socket.socket]) -> None:
-        self.__dict__ |= {
-            "_engine": engine,
-            "_lines": lines,
-            "_lost": None,
-            "_texts": _Admitted(),
-        }
+        self.__dict__.update(
+            _engine=engine, _lines=lines, _lost=None, _texts=_Admitted()
+        )
         for process, line in enumerate(lines, 1):
             threading.Thread(
                 target=self._listen, args=(process, line), daemon=True

@@ -201,8 +201,8 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Texts in the queue."""
-        return len(self._queue)
+        """Texts in the queue, and the one whose prompt is being run."""
+        return len(self._queue) + (self._next is not None)
 
     # -- the engine's thread ------------------------------------------------------
 
