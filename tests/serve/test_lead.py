@@ -32,8 +32,8 @@ def watched(engine, seen):
     )
 
 
-@pytest.fixture
-def pair_of_engines(tiny):
+@pytest.fixture(scope="module")
+def two_engines(tiny):
     """Two of one kind, with pages for less than all slots."""
     memory = 4 * bytes_of_page(tiny, "float32")
     config = EngineConfig(
@@ -41,6 +41,14 @@ def pair_of_engines(tiny):
     )
     compiler = Compiler(tiny, "float32")
     return [Engine(tiny, config, FixedPolicy(3), compiler=compiler) for _ in range(2)]
+
+
+@pytest.fixture
+def pair_of_engines(two_engines):
+    for engine in two_engines:
+        engine.reset()
+        engine.records = []
+    return two_engines
 
 
 @pytest.fixture

@@ -32,13 +32,10 @@ def widen(pair):
     return module.widen(pair)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "strategy"),
-    [
-        ({"data": 2, "model": 2}, "dp+tp"),
-        pytest.param({"data": 4}, "dp", marks=pytest.mark.slow),
-        pytest.param({"model": 8}, "tp", marks=pytest.mark.slow),
-    ],
+    [({"data": 4}, "dp"), ({"model": 4}, "tp"), ({"data": 2, "model": 2}, "dp+tp")],
 )
 def test_the_texts_are_those_of_one_device(
     serve, tiny, config, text, plain, sizes, strategy, compilations
@@ -49,8 +46,8 @@ def test_the_texts_are_those_of_one_device(
     found = {}
 
     def ask(i):
-        body = {"prompt": PROMPTS[i], "max_tokens": 24, "seed": i, "ignore_eos": True}
-        found[i] = live.post(temperature=i % 2, **body)
+        body = {"prompt": PROMPTS[i], "max_tokens": 24, "ignore_eos": True}
+        found[i] = live.post(temperature=0, **body)
 
     try:
         ask(0)  # JAX's own helpers compile once
@@ -64,8 +61,7 @@ def test_the_texts_are_those_of_one_device(
     finally:
         live.stop()
     for i, prompt in enumerate(PROMPTS):
-        ids, heat = tuple(text.encode(prompt)), float(i % 2)
-        want = plain(Request(ids, 24, temperature=heat, seed=i))
+        want = plain(Request(tuple(text.encode(prompt)), 24))
         assert found[i].json()["choices"][0]["text"] == text.decode(want.tokens)
     assert compilations == []
     assert engine.paging.used == 0

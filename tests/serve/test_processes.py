@@ -58,8 +58,8 @@ def both(tmp_path):
 
 
 def ask(url, i, found, **more):
-    body = {"model": "tiny", "prompt": PROMPTS[i], "max_tokens": 24, "seed": i}
-    body |= {"temperature": i % 2, "ignore_eos": True} | more
+    body = {"model": "tiny", "prompt": PROMPTS[i], "max_tokens": 24}
+    body |= {"temperature": 0, "ignore_eos": True} | more
     try:
         found[i] = httpx.post(f"{url}/v1/completions", json=body, timeout=300)
     except httpx.HTTPError as error:
@@ -83,8 +83,7 @@ def test_the_texts_are_those_of_one_and_an_end_is_an_end(both, text, plain):
     for thread in threads:
         thread.join(300)
     for i, prompt in enumerate(PROMPTS):
-        ids, heat = tuple(text.encode(prompt)), float(i % 2)
-        want = plain(Request(ids, 24, temperature=heat, seed=i))
+        want = plain(Request(tuple(text.encode(prompt)), 24))
         assert found[i].json()["choices"][0]["text"] == text.decode(want.tokens)
     gone = {}
     ask(url, 0, gone, deadline_ms=30, max_tokens=200)
