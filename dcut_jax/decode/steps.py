@@ -628,7 +628,7 @@ class StepShapes:
     width: int
     stops: int
     sampling: bool = False
-    logprobs: bool = False
+    logprobs: int = 0
     backends: Backends = PLAIN
     shards: int = 1
     crowds: bool = False

@@ -136,11 +136,15 @@ def rows_together(
         ]
         return jnp.concatenate(out)
 
-    token_T, position_T, valid_T = (
-        jnp.concatenate([part[i] for part in parts]) for i in range(3)
-    )
     rows = dense.forward(
-        params, cfg, token_T, position_T, valid_T, attend_layer, taps, over
+        params,
+        cfg,
+        jnp.concatenate([part.token_T for part in parts]),
+        jnp.concatenate([part.position_T for part in parts]),
+        jnp.concatenate([part.valid_T for part in parts]),
+        attend_layer,
+        taps,
+        over,
     )
     hidden, tapped = jnp.split(rows.hidden, ends), jnp.split(rows.taps, ends)
     k, v = jnp.split(rows.k, ends, axis=1), jnp.split(rows.v, ends, axis=1)

@@ -165,7 +165,14 @@ def profile(
             on_progress=progress,
         ).items():
             found[kind][tuple(cell)] = samples
-    return CostTable(here, **found)
+    return CostTable(
+        here,
+        found["draft"],
+        found["verify"],
+        found["plan"],
+        found["catch_up"],
+        share=found["share"],
+    )
 
 
 def _steps(
