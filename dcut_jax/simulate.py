@@ -123,6 +123,7 @@ class Chooser(Protocol):
         requests: int,
         predicted: float | None,
         accepted: float,
+        worth: float | None = None,
     ) -> None: ...
 
 
@@ -235,7 +236,8 @@ class Simulation:
         drafted_K = np.arange(setup.widths[-1]) < choice.width
         logp_BK = np.where(drafted_K, drafts.logp_BK, np.float32(np.nan))
 
-        plan = self._plan(choice, logp_BK) if choice.planned else None
+        weight_B = self._weights()
+        plan = self._plan(choice, logp_BK, weight_B) if choice.planned else None
         keep_B = plan.keep_B if plan else np.full(ease_B.size, choice.width, np.int32)
         passed_BK = np.logical_and.accumulate(luck_BK < drafts.chance_BK, axis=1)
         accepted_B = np.minimum(passed_BK.sum(axis=1), keep_B).astype(np.int32)
@@ -248,16 +250,17 @@ class Simulation:
                 requests=ease_B.size,
                 predicted=plan.gain if plan else None,
                 accepted=float(accepted_B.sum()),
+                worth=1 + float(weight_B @ accepted_B) / float(weight_B.sum()),
             )
-        if choice.width:
             self._waited_B = np.where(keep_B > 0, 0, self._waited_B + 1)
         ended_B = self._advance(1 + accepted_B)
         return Step(choice, self._ms(choice, plan), keep_B, accepted_B, ended_B)
 
-    def _plan(self, choice: Choice, logp_BK: np.ndarray) -> NumpyPlan:
+    def _plan(
+        self, choice: Choice, logp_BK: np.ndarray, weight_B: np.ndarray
+    ) -> NumpyPlan:
         """The step's plan; the chooser sees what each width could have gained."""
         setup = self.setup
-        weight_B = self._weights()
         survival_BK = self._survival(logp_BK)
         gain_MR = np.full(setup.costs.planned_MR.shape, np.nan)
         full_M = np.full(len(setup.widths), np.nan)

@@ -16,6 +16,9 @@ FIRST_REQUESTS = 16
 # Steps after which a look counts half: in a spell without drafts looks are rare, and
 # old ones must not drown what a new one shows.
 _HALF_LIFE = 256
+# A tier leaves each request the more drafts the fewer they are. A look at twice or half
+# as many requests as there are counts so many times halved.
+_CROWD_HALVINGS = 2
 # Promises are reckoned anew once there is a sixteenth more to reckon with.
 _NEWS = 16
 # Most weight of a step in the running ratio of accepted to predicted drafts.
@@ -86,11 +89,12 @@ class _Charge(NamedTuple):
 
     promise: Promise
     best_per_ms: float  # what the best choice would have yielded
-    loss_ms: float
+    paid_ms: float
+    least_ms: float  # how far its budget may fall
 
     def refund(self, worth: float) -> float:
-        """What was charged too much, ms, for a step that yielded `worth` an anchor."""
-        return self.loss_ms - (self.promise.ms - worth / self.best_per_ms)
+        """What was paid too much, ms, for a step that yielded `worth` an anchor."""
+        return self.paid_ms - (self.promise.ms - worth / self.best_per_ms)
 
 
 class _Looks:
@@ -101,20 +105,30 @@ class _Looks:
 
     def __init__(self, kept: int, tiers: int) -> None:
         self._step_J = np.zeros(kept)
+        self._requests_J = np.ones(kept)
         self._share_JR = np.zeros((kept, tiers))
         self._base_J = np.zeros(kept)
         self._accepted_J = np.zeros(kept)
         self._taken = 0
 
-    def add(self, step: int, share_R: np.ndarray, base: float, accepted: float) -> None:
+    def add(
+        self,
+        step: int,
+        requests: int,
+        share_R: np.ndarray,
+        base: float,
+        accepted: float,
+    ) -> None:
         """One more look.
 
         Args:
+          requests: how many were in the step.
           base: share of all drafts of the narrowest width, in the same step.
           accepted: expected accepted drafts per request if all were verified.
         """
         at = self._taken % self._step_J.size
-        self._step_J[at], self._share_JR[at] = step, share_R
+        self._step_J[at], self._requests_J[at] = step, requests
+        self._share_JR[at] = share_R
         self._base_J[at], self._accepted_J[at] = base, accepted
         self._taken += 1
 
@@ -134,11 +148,16 @@ class _Looks:
     def accepted_J(self) -> np.ndarray:
         return self._accepted_J[: self.count]
 
-    @property
-    def weight_J(self) -> np.ndarray:
-        """How much each look counts, the newest most; they sum to 1."""
+    def weight_J(self, requests: int) -> np.ndarray:
+        """How much each look counts where there are so many requests; they sum to 1.
+
+        The newest count most, and those that were as crowded.
+        """
         step_J = self._step_J[: self.count]
-        weight_J = np.exp2((step_J - step_J.max()) / _HALF_LIFE)
+        crowd_J = np.abs(np.log2(self._requests_J[: self.count] / requests))
+        halvings_J = (self._step_J.max() - step_J) / _HALF_LIFE
+        halvings_J += _CROWD_HALVINGS * crowd_J
+        weight_J = np.exp2(halvings_J.min() - halvings_J)
         return weight_J / weight_J.sum()
 
 
@@ -201,7 +220,7 @@ class WidthChooser:
     safely is tried at once, and for as long as its budget covers what it loses. Plain
     decoding is tried like a width, unless it is further behind than costs may err. Only
     it and the narrowest are never left out for longer than eight times
-    `probe_every` steps.
+    `probe_every` steps, whatever that costs.
 
     Attributes:
       widths: the ladder, rising. With 0 in it, a step may draft nothing.
@@ -217,6 +236,7 @@ class WidthChooser:
     _looks: dict[int, _Looks] = field(default_factory=dict)
     _first_looks: float = 0.0  # requests' steps so far
     _looks_kept: int = _MOST_LOOKS
+    _requests: int = 1  # in the newest look
     _own: dict[int, _Ratio] = field(default_factory=dict)
     _pooled: _Ratio = field(default_factory=_Ratio)
     _looked: dict[int, int] = field(default_factory=dict)
@@ -299,7 +319,7 @@ class WidthChooser:
         others = [choice for choice in some if choice in promises and choice != best]
         parts = max(len(others), len(self.drafting))
         earned_ms = self.probe_share * promises[best].ms / parts
-        due: dict[Choice, _Charge] = {}
+        due: dict[Choice, tuple[float, bool]] = {}
         for choice in others:
             width, promise = choice.width, promises[choice]
             behind = 1 - promise.per_ms / most if most > 0 else 0.0
@@ -317,14 +337,28 @@ class WidthChooser:
             doubted = best == PLAIN and loss_ms == 0 and width not in self._charged
             affordable = budget_ms >= loss_ms
             if forced or affordable and (doubted or waited >= self.probe_every):
-                due[choice] = _Charge(promise, most, loss_ms)
+                due[choice] = loss_ms, forced
         if not due:
             return None
         probe = min(due, key=lambda c: self._looked.get(c.width, -1))
-        self._budget_ms[probe.width] -= due[probe].loss_ms
+        charge = self._charge(probe.width, promises[probe], most, *due[probe])
         if most > 0 and probe != PLAIN:
-            self._charged[probe.width] = due[probe]
+            self._charged[probe.width] = charge
         return probe
+
+    def _charge(
+        self, width: int, promise: Promise, most: float, loss_ms: float, forced: bool
+    ) -> _Charge:
+        """Takes a probe's expected loss from its width's budget.
+
+        A probe can owe no more than all of its time. One that is taken whatever it
+        costs owes nothing: such debts would add up, and bury the width for good.
+        """
+        before_ms = self._budget_ms[width]
+        least_ms = min(before_ms, 0.0 if forced else -promise.ms)
+        after_ms = max(before_ms - loss_ms, least_ms)
+        self._budget_ms[width] = after_ms
+        return _Charge(promise, most, before_ms - after_ms, least_ms)
 
     def promises(self, costs: StepCosts) -> dict[Choice, Promise]:
         """What each choice that can be taken is expected to yield, per anchor."""
@@ -346,7 +380,7 @@ class WidthChooser:
         looks = self._looks.get(m)
         if looks is None:
             return Promise(0.0, float(cost_ms_R.min()))
-        weight_J = looks.weight_J
+        weight_J = looks.weight_J(self._requests)
         scale = self.scale(self.drafting[m])
         per_ms_JR = (1 + scale * looks.share_JR) / cost_ms_R
         per_ms = float(weight_J @ per_ms_JR.max(axis=1)) * self._ease(looks)
@@ -358,7 +392,7 @@ class WidthChooser:
         looks = self._looks.get(m)
         if looks is None:
             return Promise(0.0, cost_ms)
-        share = float(looks.weight_J @ looks.share_JR[:, -1])
+        share = float(looks.weight_J(self._requests) @ looks.share_JR[:, -1])
         worth = 1 + self.scale(self.drafting[m]) * share
         worth = worth * self._ease(looks)
         return Promise(worth / cost_ms, cost_ms, self._risk(m, worth))
@@ -377,8 +411,8 @@ class WidthChooser:
         late, scale = self._looks[0], self.scale(self.drafting[0])
         if looks is late:
             return 1.0
-        now = 1 + scale * float(late.weight_J @ late.base_J)
-        return now / (1 + scale * float(looks.weight_J @ looks.base_J))
+        now, then = (x.weight_J(self._requests) @ x.base_J for x in (late, looks))
+        return (1 + scale * float(now)) / (1 + scale * float(then))
 
     def scale(self, width: int) -> float:
         """Drafts accepted of those predicted, in steps of this width."""
@@ -407,13 +441,14 @@ class WidthChooser:
             kept = int(np.clip(_LOOK_REQUESTS / requests, _FEWEST_LOOKS, _MOST_LOOKS))
             self._looks_kept = kept
         self._first_looks += requests
+        self._requests = requests
         share_MR = gain_MR / anchors
         for m, share_R in enumerate(share_MR):
             if not np.isnan(share_R[0]):
                 if m not in self._looks:
                     self._looks[m] = _Looks(self._looks_kept, share_R.size)
                 base, accepted = float(share_MR[0, -1]), full_M[m] / requests
-                self._looks[m].add(self._step, share_R, base, accepted)
+                self._looks[m].add(self._step, requests, share_R, base, accepted)
         self._tell()
 
     def outcome(
@@ -423,6 +458,7 @@ class WidthChooser:
         requests: int,
         predicted: float | None,
         accepted: float,
+        worth: float | None = None,
     ) -> None:
         """Takes in a finished step that drafted.
 
@@ -431,10 +467,13 @@ class WidthChooser:
           requests: how many were in it.
           predicted: drafts that its plan expected to be accepted; None without one.
           accepted: drafts that were.
+          worth: tokens per anchor, both weighted as `look` was; None without weights.
         """
         if choice.planned and choice.width in self._charged:
-            refund_ms = self._charged.pop(choice.width).refund(1 + accepted / requests)
-            self._budget_ms[choice.width] += refund_ms
+            charge = self._charged.pop(choice.width)
+            worth = 1 + accepted / requests if worth is None else worth
+            settled_ms = self._budget_ms[choice.width] + charge.refund(worth)
+            self._budget_ms[choice.width] = max(settled_ms, charge.least_ms)
         if predicted is None:
             predicted = requests * self._full_gain(choice.width)
         if predicted > 0:
@@ -442,6 +481,11 @@ class WidthChooser:
             own.add(requests, accepted, predicted)
             self._pooled.add(requests, accepted, predicted)
             self._tell()
+
+    def withdraw(self, width: int) -> None:
+        """No outcome will come of a planned step; what was paid for it comes back."""
+        if width in self._charged:
+            self._budget_ms[width] += self._charged.pop(width).paid_ms
 
     def _tell(self) -> None:
         """Something new is known; promises are reckoned anew once it is enough."""
@@ -455,7 +499,7 @@ class WidthChooser:
         looks = self._looks.get(self.drafting.index(width))
         if looks is None:
             return 0.0
-        return float(looks.weight_J @ looks.accepted_J)
+        return float(looks.weight_J(self._requests) @ looks.accepted_J)
 
 
 def _drafts_nothing(choice: Choice) -> bool:

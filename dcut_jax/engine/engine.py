@@ -12,7 +12,6 @@ import jax
 import numpy as np
 
 from dcut_jax.cut.fairness import weights
-from dcut_jax.cut.width import Choice
 from dcut_jax.decode import steps as S
 from dcut_jax.decode.compile import Compiler, Executable
 from dcut_jax.decode.decide import Proposal, read_decision
@@ -552,6 +551,8 @@ class Engine:
             case DCutPolicy():
                 assert self.steering is not None
                 self._cut_step(self.steering, clock, chunk)
+        if self.time_phases:
+            self._interrupt()  # nor does the next read tell what this step took
 
     def _chunk(self, begun: Prefill) -> Chunk:
         """The rows of a prompt that go along with the coming step."""
@@ -601,14 +602,15 @@ class Engine:
         if self._halted:
             steering.forget_plan()
         if not self.active:
+            steering.withdraw(choice.width)
             return
         decision = read_decision(host[self.shapes.slots :], steering.key)
+        weight_B = np.where([s is not None for s in self._slots], weight_B, 0)
         if not self._halted:
-            used = [float(weight_B[i]) for i, s in enumerate(self._slots) if s]
-            steering.look(decision, used)
+            steering.look(decision, weight_B)
         lay = steering.layout(choice.width, decision)
         steering.verifies(lay, beside)
-        made = Planned(keep_B, decision)
+        made = Planned(keep_B, decision, weight_B)
         self._verify(lay, proposal.token_BK, choice.width, clock, chunk, made)
         steering.planned(self._wire)
 
@@ -691,6 +693,7 @@ class Engine:
             kept=plan.decision.kept if plan else width * active,
             active=active,
             decision=plan.decision if plan else None,
+            weight_B=plan.weight_B if plan else None,
             phase_ms=clock.ms,
             # A plan may have reckoned with a request that was halted just then.
             teaches=width > 0 and not (plan and self._halted),
@@ -759,10 +762,9 @@ class Engine:
         if len(self.records) >= 2 * KEPT_RECORDS:
             del self.records[:KEPT_RECORDS]
         if self.steering is not None and record.teaches:
-            choice = Choice(record.width, planned=record.decision is not None)
-            self.steering.outcome(
-                choice, record.active, record.decision, record.accepted
-            )
+            self.steering.outcome(record, outcome.accepted_B)
+        elif self.steering is not None and record.decision is not None:
+            self.steering.withdraw(record.width)
 
     # -- whole lists -------------------------------------------------------------
 

@@ -24,6 +24,7 @@ class StepRecord:
     committed: int = 0
     accepted: int = 0
     decision: Decision | None = None
+    weight_B: np.ndarray | None = None  # of its plan
     phase_ms: dict[str, float] = field(default_factory=dict)
     crowded: int = 0  # layers that took the slower way to their experts
     teaches: bool = True  # whether what it accepted may be held against its plan
@@ -36,6 +37,7 @@ class Planned:
 
     keep_B: Any
     decision: Decision
+    weight_B: np.ndarray  # of its requests; 0 where a slot has none
 
 
 @dataclass(frozen=True)

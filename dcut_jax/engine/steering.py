@@ -30,6 +30,7 @@ from dcut_jax.engine.policy import (
     share_work,
     verify_work,
 )
+from dcut_jax.engine.slots import StepRecord
 from dcut_jax.models.cache import CHUNK
 
 LOG_STEP = np.log(1.02)
@@ -70,6 +71,8 @@ class Steering:
         self._memory = without_plan(self._memory)
         self._planned_wire = np.zeros((shapes.slots, shapes.wire_columns), np.int32)
         self._all_verified = False
+        for width in self.chooser.drafting:
+            self.withdraw(width)
         self.interrupt()
 
     # -- what a step is to be ------------------------------------------------------
@@ -84,7 +87,7 @@ class Steering:
         while len(sizes) > 1 and np.isfinite(cap_ms):
             self._plan_costs(context, cap_ms, sizes[-1])
             _, costs, own_ms = self._known[sizes[-1]]
-            if (costs.cheapest_ms + own_ms) * self.correction.slowdown <= cap_ms:
+            if (costs.cheapest_ms + own_ms) * self._slowdown <= cap_ms:
                 break
             sizes.pop()
         return sizes[-1]
@@ -112,7 +115,7 @@ class Steering:
         correction = self.correction
         if np.isfinite(cap_ms):
             # In steps of a fiftieth, or there would be other costs at every step.
-            cap_ms = max(cap_ms / correction.slowdown, SHORTEST_MS)
+            cap_ms = max(cap_ms / self._slowdown, SHORTEST_MS)
             cap_ms = 1.02 ** np.floor(np.log(cap_ms) / LOG_STEP)
         version = correction.version if self.policy.correct else 0
         key = (page, version, float(cap_ms))
@@ -125,6 +128,11 @@ class Steering:
             costs = self.policy.costs(self.shapes, ms).within(cap_ms - own_ms)
             self._known[chunk] = key, costs, own_ms
         return self._known[chunk][1]
+
+    @property
+    def _slowdown(self) -> float:
+        """Of the machine, as far as costs are corrected."""
+        return self.correction.slowdown if self.policy.correct else 1.0
 
     def outlook(self) -> tuple[StepCosts, dict[Choice, Promise]]:
         """What steps without a prompt cost, as last reckoned, and promise."""
@@ -154,11 +162,11 @@ class Steering:
         self._all_verified = False
         return keep_B, np.asarray(bundle)
 
-    def look(self, decision: Decision, weight_B: list[float]) -> None:
-        """Takes in what a plan saw; `weight_B`: of the requests that are in it."""
+    def look(self, decision: Decision, weight_B: np.ndarray) -> None:
+        """Takes in what a plan saw; `weight_B`: of its requests, 0 for empty slots."""
         self.chooser.look(
-            requests=len(weight_B),
-            anchors=float(sum(weight_B)),
+            requests=int(np.count_nonzero(weight_B)),
+            anchors=float(weight_B.sum()),
             gain_MR=decision.gain_MR,
             full_M=decision.full_M,
         )
@@ -179,16 +187,23 @@ class Steering:
         nothing_B: Any = np.zeros(self.shapes.slots, np.int32)
         self._memory = replace(self._memory, keep_B=nothing_B)
 
-    def outcome(
-        self, choice: Choice, active: int, decision: Decision | None, accepted: int
-    ) -> None:
-        """Takes in a finished step that drafted."""
+    def outcome(self, record: StepRecord, accepted_B: np.ndarray) -> None:
+        """Takes in a finished step that drafted; see `WidthChooser.outcome`."""
+        decision, weight_B = record.decision, record.weight_B
+        worth = None
+        if weight_B is not None:
+            worth = 1 + float(weight_B @ accepted_B) / float(weight_B.sum())
         self.chooser.outcome(
-            choice,
-            requests=active,
+            Choice(record.width, planned=decision is not None),
+            requests=record.active,
             predicted=decision.gain if decision else None,
-            accepted=accepted,
+            accepted=record.accepted,
+            worth=worth,
         )
+
+    def withdraw(self, width: int) -> None:
+        """No outcome will be taken in of a planned step that drafted so many."""
+        self.chooser.withdraw(width)
 
     # -- how long it took -----------------------------------------------------------
 

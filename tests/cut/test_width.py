@@ -172,6 +172,72 @@ def test_a_probe_is_charged_what_it_lost_not_what_it_was_expected_to():
     assert probes >= 2
 
 
+@pytest.mark.parametrize("slow", [2.0, 5.0])
+def test_a_long_hard_spell_does_not_bury_a_width(slow):
+    # Probes that are taken whatever they cost lose far more than any budget earns.
+    hard_MR, costs = world({3: 1.2, 7: 0.1, 15: 0.05})
+    costs = costs._replace(
+        planned_MR=costs.planned_MR * slow, full_M=costs.full_M * slow
+    )
+    chooser = WidthChooser(LADDER)
+    run(chooser, 20_000, hard_MR * 0.01, costs)
+    easy = widths(run(chooser, 1000, hard_MR * slow * 2, costs))
+    assert easy.count(3) >= 300
+
+
+def test_a_probe_whose_outcome_never_comes_costs_nothing():
+    # A width that is worth it is found, though every other outcome of it is lost.
+    gain_MR, costs = world({3: 1.06, 7: 0.3, 15: 0.1})
+    chooser, ran = WidthChooser(LADDER), []
+    for step in range(1200):
+        choice = chooser.next(costs)
+        ran.append(choice)
+        if choice.planned:
+            m = WIDTHS.index(choice.width)
+            seen_MR = np.where(np.arange(3)[:, None] <= m, gain_MR, np.nan)
+            chooser.look(
+                requests=4, anchors=ANCHORS, gain_MR=seen_MR, full_M=seen_MR[:, 1]
+            )
+            if step % 2:
+                chooser.withdraw(choice.width)
+                continue
+        if choice.width:
+            gain = gain_MR[WIDTHS.index(choice.width), 1]
+            predicted = gain if choice.planned else None
+            chooser.outcome(choice, requests=4, predicted=predicted, accepted=gain)
+    assert widths(ran)[-600:].count(3) >= 500
+
+
+def test_a_probe_is_settled_in_the_worth_that_was_promised():
+    # Only the heavy request's drafts are accepted: a quarter more per weighted anchor,
+    # hardly anything per request. Settled by counts, no probe would ever pay.
+    weight_B = np.array([1.0, 0.1, 0.1, 0.1])
+    anchors = float(weight_B.sum())
+    gain_MR, costs = world({3: 1.06, 7: 0.3, 15: 0.1})
+    chooser, ran = WidthChooser(LADDER), []
+    for _ in range(500):
+        choice = chooser.next(costs)
+        ran.append(choice)
+        if choice == PLAIN:
+            continue
+        m = WIDTHS.index(choice.width)
+        share_MR = gain_MR / ANCHORS
+        accepted = share_MR[m, 1] * anchors  # of the first request, whose weight is 1
+        if choice.planned:
+            seen_MR = np.where(np.arange(3)[:, None] <= m, share_MR * anchors, np.nan)
+            chooser.look(
+                requests=4, anchors=anchors, gain_MR=seen_MR, full_M=seen_MR[:, 1]
+            )
+        chooser.outcome(
+            choice,
+            requests=4,
+            predicted=accepted if choice.planned else None,
+            accepted=accepted,
+            worth=1 + accepted / anchors,
+        )
+    assert widths(ran).count(3) >= 400
+
+
 def test_no_spell_without_drafts_is_longer_than_stated():
     made = world({3: 0.05, 7: 0.02, 15: 0.01})
     chooser = WidthChooser(LADDER, probe_every=4, probe_share=1e-6)
@@ -244,6 +310,34 @@ def test_what_it_knew_is_not_lost_in_a_spell_without_end():
         chooser._step += 1
     assert chooser.next(plain_only) == PLAIN
     assert chooser._best(chooser.promises(costs)).width == 15
+
+
+def test_few_requests_tell_little_of_many():
+    # Alone, a request has all its drafts in any tier; with 31 others it has hardly one.
+    _, costs = world({3: 1.3, 7: 0.3, 15: 0.1})
+    chooser = WidthChooser(LADDER)
+
+    def step(requests, share):
+        choice = chooser.next(costs)
+        if choice.planned:
+            gain_MR = np.array([[0.0, share * requests]] * 3)
+            gain_MR[WIDTHS.index(choice.width) + 1 :] = np.nan
+            full_M = gain_MR[:, 1]
+            chooser.look(
+                requests=requests, anchors=requests, gain_MR=gain_MR, full_M=full_M
+            )
+        if choice.width:
+            accepted = share * requests
+            predicted = accepted if choice.planned else None
+            chooser.outcome(
+                choice, requests=requests, predicted=predicted, accepted=accepted
+            )
+        return choice.width
+
+    alone = [step(1, 1.0) for _ in range(400)]
+    assert alone[-200:].count(3) >= 150
+    crowded = [step(32, 0.1) for _ in range(100)]
+    assert crowded[:20].count(0) >= 10
 
 
 def test_weights_do_not_enter_what_is_accepted_of_what_was_predicted():

@@ -358,8 +358,15 @@ def test_all_work_is_timed_from_before_it_is_dispatched(build, monkeypatch, phas
     engine.time_phases = phases
     for _ in range(6):
         engine.step()
-    # Where phases are waited for one by one nothing is learned of costs.
+    # Where phases are waited for one by one nothing is learned of costs, not even by
+    # the step after, which reads what such a step dispatched.
     assert seen[-1:] == ([] if phases else [(3, 3000.0)])
+    if phases:
+        engine.time_phases = False
+        engine.step()
+        assert seen == []
+        engine.step()
+        assert seen[-1:] == [(3, 3000.0)]
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ PROMPTS = [
 
 
 @pytest.fixture
-def both(tmp_path):
+def both():
     """Two processes, and the address of the first."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -36,7 +36,7 @@ def both(tmp_path):
     flags = ["--target", str(GOLDEN / "target"), "--drafter", str(GOLDEN / "full")]
     flags += ["--draft-dtype", "float32", "--mesh", "data=2,model=4"]
     flags += ["--strategy", "dp+tp", "--slots", "4", "--max-length", "224"]
-    flags += ["--cost-dir", str(tmp_path / "costs"), "--name", "tiny", "--port", "0"]
+    flags += ["--name", "tiny", "--port", "0", "--mode", "fixed"]
     flags += ["--coordinator", f"127.0.0.1:{port}", "--processes", "2"]
     running = [
         subprocess.Popen(

@@ -24,11 +24,11 @@ GROWTH_MB = 64.0
 
 
 @pytest.fixture
-def server(tmp_path):
+def server():
     """A process with the tiny pair; gives it and its address."""
     flags = ["--target", str(GOLDEN / "target"), "--drafter", str(GOLDEN / "full")]
     flags += ["--draft-dtype", "float32", "--slots", str(SLOTS), "--max-length", "224"]
-    flags += ["--cost-dir", str(tmp_path), "--name", "tiny", "--port", "0"]
+    flags += ["--mode", "fixed", "--width", "3", "--name", "tiny", "--port", "0"]
     flags += ["--queue", str(QUEUE), "--per-client", str(PER_CLIENT)]
     flags += [f"--api-key={key}" for key in KEYS]
     command = [sys.executable, str(SERVE / "process.py"), *flags]
