@@ -110,10 +110,17 @@ class Roofline:
     # -- steps -----------------------------------------------------------------------
 
     def verify_ms(
-        self, slots: int, rows: int, context: float, *, features: bool = True
+        self,
+        slots: int,
+        rows: int,
+        context: float,
+        *,
+        features: bool = True,
+        beside: int = 0,
     ) -> float:
         """Verifying `rows` rows of `slots` requests, over the whole mesh."""
-        return self.ms(self.verify(slots, rows, context, features=features))
+        parts = self.verify(slots, rows, context, features=features, beside=beside)
+        return self.ms(parts)
 
     def draft_ms(self, slots: int, width: int, context: float) -> float:
         """Drafting `width` tokens for every request."""
@@ -128,20 +135,29 @@ class Roofline:
         return sum(part.ms(self.device) for part in parts)
 
     def verify(
-        self, slots: int, rows: int, context: float, *, features: bool = True
+        self,
+        slots: int,
+        rows: int,
+        context: float,
+        *,
+        features: bool = True,
+        beside: int = 0,
     ) -> list[Part]:
         """The target's pass over rows that attend to `context` cached positions.
 
         Args:
           features: whether the drafter's context of these rows is made as well.
+          beside: rows of a prompt that every shard runs as well, of which the last one
+            alone gets logits.
         """
         t, mesh = self.target, self.mesh
-        mine = ceil(rows / mesh.shards)
+        judged = ceil(rows / mesh.shards)
+        mine = judged + beside
         parts = [
             *self._attention(t, slots, mine, context, self.dtype),
             *self._feed_forward(mine),
             self._between(t, mine, self._active_mlp, self.dtype),
-            *self._head(mine, self.dtype),
+            *self._head(judged + (beside > 0), self.dtype),
             self._reduced(t, mine, self.dtype),
         ]
         if features and self.drafter:

@@ -35,6 +35,7 @@ class Wanted:
       verifies: rows of a step on one shard, and the most of one request.
       catch_ups: plain steps that are caught up with at once.
       contexts: cached positions that costs are given at.
+      shares: rows, the most of one request, and rows of a prompt beside them.
     """
 
     slots: int
@@ -42,6 +43,7 @@ class Wanted:
     verifies: tuple[tuple[int, int], ...]
     catch_ups: tuple[int, ...]
     contexts: tuple[int, ...]
+    shares: tuple[tuple[int, int, int], ...] = ()
 
 
 def select(
@@ -89,12 +91,13 @@ def select(
 def covers(table: CostTable, wanted: Wanted) -> bool:
     """Whether a table holds every cost that is wanted, at some context."""
     B = wanted.slots
-    drafts, verifies = (
-        {key[:-1] for key in kind} for kind in (table.draft, table.verify)
+    drafts, verifies, shares = (
+        {key[:-1] for key in kind} for kind in (table.draft, table.verify, table.share)
     )
     return (
         {(B, width) for width in wanted.widths} <= drafts
         and {(B, *rows) for rows in wanted.verifies} <= verifies
+        and {(B, *rows) for rows in wanted.shares} <= shares
         and {(B, steps) for steps in wanted.catch_ups} <= table.catch_up.keys()
         and (not wanted.widths or (B,) in table.plan)
     )
@@ -112,8 +115,10 @@ def fitted_table(model: Roofline, stored: CostTable, wanted: Wanted) -> CostTabl
     """A table of computed costs, each kind fitted to those that were measured."""
     cells = _computed(model, wanted)
     for kind, by_key in cells.items():
-        measured = getattr(stored, kind)
-        fitted = _fit(model, kind, measured) if measured else Fit(0.0, 1.0)
+        # Steps with a chunk beside miss the roofline as those without do.
+        like = "verify" if kind == "share" and not stored.share else kind
+        measured = getattr(stored, like)
+        fitted = _fit(model, like, measured) if measured else Fit(0.0, 1.0)
         cells[kind] = {key: fitted.ms(ms) for key, ms in by_key.items()}
     return _table(stored.fingerprint, cells, "fitted roofline")
 
@@ -130,6 +135,7 @@ def _table(here: Fingerprint, cells: Cells, source: Source) -> CostTable:
         samples["plan"],
         samples["catch_up"],
         source=source,
+        share=samples["share"],
     )
 
 
@@ -147,6 +153,7 @@ def _computed(model: Roofline, wanted: Wanted) -> Cells:
         "verify": ((B, *v, c) for v in wanted.verifies for c in wanted.contexts),
         "plan": [(B,)] if wanted.widths else [],
         "catch_up": ((B, steps) for steps in wanted.catch_ups),
+        "share": ((B, *s, c) for s in wanted.shares for c in wanted.contexts),
     }
     return {
         kind: {key: _cell_ms(model, kind, key) for key in some}
@@ -163,6 +170,9 @@ def _cell_ms(model: Roofline, kind: str, key: tuple[int, ...]) -> float:
         rows = key[1] * model.mesh.shards  # a table's are those of a shard
         # A step of anchors alone leaves the drafter's context to a catch-up.
         return model.verify_ms(slots, rows, key[3], features=rows > slots)
+    if kind == "share":
+        rows = key[1] * model.mesh.shards
+        return model.verify_ms(slots, rows, key[4], beside=key[3])
     if kind == "plan":
         return model.ms(model.plan(slots))
     return model.ms(model.catch_up(slots, key[1]))

@@ -33,7 +33,7 @@ class Fingerprint:
       dtype, draft_dtype, cache_dtype: of weights and caches.
       positions: cached positions of a slot.
       sampling: whether requests may draw their tokens.
-      logprobs: whether tokens come with their log-probabilities.
+      logprobs: what is told of a token, as in `decode.steps.StepShapes`.
       backends: the forms of the kernels, by operation.
       jax: version.
       code: digest of the source that the measured steps are compiled from.
@@ -51,7 +51,7 @@ class Fingerprint:
     cache_dtype: str
     positions: int
     sampling: bool
-    logprobs: bool
+    logprobs: int
     backends: str
     jax: str
     code: str
@@ -66,7 +66,7 @@ class Fingerprint:
 
 
 # The kinds of cells, and how many numbers name one.
-KEY_PARTS = {"draft": 3, "verify": 4, "plan": 1, "catch_up": 2}
+KEY_PARTS = {"draft": 3, "verify": 4, "plan": 1, "catch_up": 2, "share": 5}
 # Measured; or computed from peak rates, as they are or fitted to a table of the same
 # fingerprint that lacks this batch size (`cost.select`).
 Source = Literal["measured", "roofline", "fitted roofline"]
@@ -89,6 +89,8 @@ class CostTable:
       experts: by the keys of `verify`, not times but distinct experts of a layer that
         the rows of a data shard touched, mean over layers with experts and over
         shards; empty where that is unknown.
+      share: by (slots, rows, widest request, chunk, context): as `verify`, with so many
+        rows of a prompt in the same pass; empty where no step takes any along.
     """
 
     fingerprint: Fingerprint
@@ -98,6 +100,7 @@ class CostTable:
     catch_up: Samples
     source: Source = "measured"
     experts: Samples = field(default_factory=dict)
+    share: Samples = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.source not in get_args(Source):
@@ -128,7 +131,7 @@ class CostTable:
     def empty(cls) -> "CostTable":
         """A table without cells, of nowhere; every look-up raises."""
         nowhere = Fingerprint(
-            "", 0, "", (), "", "", "", "", "", "", 0, False, False, "", "", ""
+            "", 0, "", (), "", "", "", "", "", "", 0, False, 0, "", "", ""
         )
         return cls(nowhere, {}, {}, {}, {})
 
@@ -147,7 +150,7 @@ class CostTable:
     def _medians(self) -> dict[str, dict[tuple[int, ...], dict[int, float]]]:
         """Medians by name, by key without its context, and by context."""
         found: dict[str, dict[tuple[int, ...], dict[int, float]]] = {}
-        for name in ("draft", "verify"):
+        for name in ("draft", "verify", "share"):
             by_key = found.setdefault(name, {})
             for (*key, context), samples in sorted(getattr(self, name).items()):
                 median = float(np.median(samples))
@@ -171,6 +174,12 @@ class CostTable:
     def verify_ms(self, slots: int, rows: int, width: int, context: float) -> float:
         """Time of verifying `rows` rows, at most `width` of one request."""
         return self._at("verify", (slots, rows, width), context)
+
+    def share_ms(
+        self, slots: int, rows: int, width: int, chunk: int, context: float
+    ) -> float:
+        """The same with `chunk` rows of a prompt in the same pass."""
+        return self._at("share", (slots, rows, width, chunk), context)
 
     def plan_ms(self, slots: int) -> float:
         """Time of planning and of everything else that AR decoding does not do."""
@@ -208,6 +217,7 @@ class CostTable:
             {**self.catch_up, **other.catch_up},
             self.source,
             {**self.experts, **other.experts},
+            {**self.share, **other.share},
         )
 
     def save(self, path: Path) -> None:
@@ -238,7 +248,8 @@ class CostTable:
     def parse(cls, text: str, path: Path) -> "CostTable":
         """The table of a file's text; `path` is for messages. Raises as `load` does."""
         try:
-            data: dict[str, Any] = json.loads(text)
+            # Tables whose steps take no prompts along, and older ones, have no `share`.
+            data: dict[str, Any] = {"share": (), **json.loads(text)}
             if data["version"] != VERSION:
                 raise CostError(
                     f"{path}: table version {data['version']}, expected {VERSION}; "

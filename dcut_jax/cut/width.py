@@ -46,10 +46,14 @@ class StepCosts(NamedTuple):
     planned_MR: np.ndarray
     full_M: np.ndarray  # all drafts verified, nothing planned
 
+    @property
+    def cheapest_ms(self) -> float:
+        """Of all steps."""
+        return min(self.plain_ms, self.planned_MR.min(), self.full_M.min())
+
     def within(self, cap_ms: float) -> "StepCosts":
         """Only steps of at most `cap_ms`; the cheapest alone if there are none."""
-        cheapest = min(self.plain_ms, self.planned_MR.min(), self.full_M.min())
-        cap_ms = max(cap_ms, cheapest)
+        cap_ms = max(cap_ms, self.cheapest_ms)
         return StepCosts(
             self.plain_ms if self.plain_ms <= cap_ms else np.inf,
             np.where(self.planned_MR <= cap_ms, self.planned_MR, np.inf),

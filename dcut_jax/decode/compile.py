@@ -28,6 +28,7 @@ from dcut_jax.decode.decide import (
 from dcut_jax.decode.pack import Layout
 from dcut_jax.decode.placing import Places
 from dcut_jax.decode.shards import from_first
+from dcut_jax.decode.share import share
 from dcut_jax.decode.state import DecodeState, init_state
 from dcut_jax.mesh import Placement, place
 
@@ -237,6 +238,29 @@ class Compiler:
 
         return self._get(("verify", shapes, lay), build)
 
+    def share(self, shapes: S.StepShapes, lay: Layout, chunk: int) -> Executable:
+        """See `decode.share.share`; the prompt's caches are donated."""
+
+        def build() -> _Step:
+            B, K, one = shapes.slots, shapes.width - 1, _one(shapes)
+            fn = partial(
+                share,
+                models=self.models,
+                lay=lay,
+                wire_width=shapes.wire_width,
+                logprobs=shapes.logprobs,
+                backends=shapes.backends,
+            )
+            kv, state = self._caches(shapes).target, self._state(shapes)
+            prompt = (self._of_prompt(one), _ints(chunk), _ints(), _ints())
+            asked = (kv, state, _ints(B, K), _ints(B))
+            args = (self._params, *asked, *prompt, self._state(one).sampling)
+            ins = ("params", "kv", "slots", *["whole"] * 2, "one_caches")
+            outs = ("whole", "slots", "fresh", "one_caches", "whole")
+            return _Step(fn, args, (*ins, *["whole"] * 4), outs, donated=5)
+
+        return self._get(("share", shapes, lay, chunk), build)
+
     def commit(self, shapes: S.StepShapes, rows: int) -> Executable:
         """`(caches, page table, Fresh) -> caches`; the caches are donated.
 
@@ -372,7 +396,7 @@ def _init_state(shapes: S.StepShapes) -> DecodeState:
 
 def _one(shapes: S.StepShapes) -> S.StepShapes:
     """The same for a prompt on its own."""
-    return replace(shapes, slots=1, shards=1, pages=0)
+    return replace(shapes, slots=1, shards=1, pages=0, chunks=())
 
 
 def _shape(shape: tuple[int, ...], dtype: Any) -> Any:

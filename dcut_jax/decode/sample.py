@@ -106,6 +106,31 @@ def log_probability(
     return best.logp + (logit_T2[:, 0] - logit_T2[:, 1])
 
 
+@flax.struct.dataclass
+class Likeliest:
+    """The most likely tokens of some rows, and the logs of their probabilities."""
+
+    token: Int32[Array, "*T L"]
+    logp: Float32[Array, "*T L"]
+
+
+def likeliest(
+    logits_TV: Float32[Array, "T V"], count: int, over: str | None = None
+) -> Likeliest:
+    """The `count` most likely tokens of each row, the lower index first on ties.
+
+    Their probabilities are those of `log_probability`; `over`: see `next_token`.
+    """
+    logit_TL, token_TL = lax.top_k(logits_TV, count)
+    if over is not None:
+        token_TL = token_TL + lax.axis_index(over) * logits_TV.shape[1]
+        every = lax.all_gather((logit_TL, token_TL), over, axis=1, tiled=True)
+        logit_TL, place_TL = lax.top_k(every[0], count)
+        token_TL = jnp.take_along_axis(every[1], place_TL, axis=1)
+    below_TL = logit_TL[:, :1] - logit_TL
+    return Likeliest(token_TL, top1(logits_TV, over).logp[:, None] - below_TL)
+
+
 def sound(
     logits_TV: Float32[Array, "T V"], over: str | None = None
 ) -> Bool[Array, "T"]:

@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int
 
-from dcut_jax.decode.sample import Sampling, greedy
+from dcut_jax.decode.sample import Likeliest, Sampling, greedy
 from dcut_jax.models.cache import NO_PAGE
 
 NO_STOP = -1  # pads the stop set; no token has this id
@@ -54,6 +54,7 @@ class Outcome:
       finished_B: the request ended in this step; its last token is `BROKEN` where the
         target had no token to give.
       logp_BW: log-probability of each token; None where nobody asks for it.
+      likeliest: the most likely tokens in its place, `[B, W, L]`; None likewise.
       crowded_B: layers in which rows asked for more of one device's experts than its
         place holds, and took the slower way; None where rows do not travel.
     """
@@ -64,6 +65,7 @@ class Outcome:
     verified_B: Int[Array, "B"]
     finished_B: Bool[Array, "B"]
     logp_BW: Float32[Array, "B W"] | None = None
+    likeliest: Likeliest | None = None
     crowded_B: Int[Array, "B"] | None = None
 
 
@@ -83,6 +85,11 @@ def init_state(
     )
 
 
+def told_columns(logprobs: int) -> int:
+    """Numbers that the wire form has of each token, see `StepShapes.logprobs`."""
+    return 1 + min(logprobs, 1) + 2 * max(logprobs - 1, 0)
+
+
 def to_wire(outcome: Outcome) -> Int[Array, "B X"]:
     """One integer array, so that the host reads once: counts, tokens, their logps.
 
@@ -100,6 +107,10 @@ def to_wire(outcome: Outcome) -> Int[Array, "B X"]:
     parts = [counts, outcome.token_BW]
     if outcome.logp_BW is not None:
         parts.append(lax.bitcast_convert_type(outcome.logp_BW, jnp.int32))
+    if outcome.likeliest is not None:
+        slots, beside = len(outcome.token_BW), outcome.likeliest
+        logp_BWL = lax.bitcast_convert_type(beside.logp, jnp.int32)
+        parts += [x.reshape(slots, -1) for x in (beside.token, logp_BWL)]
     if outcome.crowded_B is not None:
         parts.append(outcome.crowded_B[:, None])
     return jnp.concatenate(parts, axis=1)
@@ -115,10 +126,11 @@ class HostOutcome(NamedTuple):
     finished_B: np.ndarray
     logp_BW: np.ndarray | None
     crowded: int
+    likeliest_BWL: tuple[np.ndarray, np.ndarray] | None  # tokens, and their logs
 
 
 def from_wire(
-    wire_BX: np.ndarray, logprobs: bool = False, crowds: bool = False
+    wire_BX: np.ndarray, logprobs: int = 0, crowds: bool = False
 ) -> HostOutcome:
     """The outcome that `to_wire` wrote, with or without `logprobs` and `crowded_B`."""
     crowded = 0
@@ -126,7 +138,14 @@ def from_wire(
         # Every shard has its own, which are the same but for how rows are dealt.
         crowded = int(wire_BX[:, -1].max())
         wire_BX = wire_BX[:, :-1]
-    parts = np.split(wire_BX[:, COUNTS:], 2 if logprobs else 1, axis=1)
+    parts = np.split(wire_BX[:, COUNTS:], told_columns(logprobs), axis=1)
+    beside = None
+    if logprobs > 1:
+        slots, width = parts[0].shape
+        tokens, logps = np.split(np.concatenate(parts[2:], axis=1), 2, axis=1)
+        shape = slots, width, logprobs - 1
+        logp_BWL = np.ascontiguousarray(logps).view(np.float32).reshape(shape)
+        beside = tokens.reshape(shape), logp_BWL
     return HostOutcome(
         token_BW=parts[0],
         count_B=wire_BX[:, 0],
@@ -135,4 +154,5 @@ def from_wire(
         finished_B=wire_BX[:, 3].astype(bool),
         logp_BW=parts[1].view(np.float32) if logprobs else None,
         crowded=crowded,
+        likeliest_BWL=beside,
     )

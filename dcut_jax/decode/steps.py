@@ -17,9 +17,23 @@ from dcut_jax.decode.decide import Proposal
 from dcut_jax.decode.defer import Deferred, emptied, nothing_deferred, put_off
 from dcut_jax.decode.pack import Layout, Packed, layout, pack, unpack
 from dcut_jax.decode.propose import propose
-from dcut_jax.decode.sample import Sampling, log_probability, next_token, sound
+from dcut_jax.decode.sample import (
+    Likeliest,
+    Sampling,
+    likeliest,
+    log_probability,
+    next_token,
+    sound,
+)
 from dcut_jax.decode.shards import Axes, from_shard, gathered, own, own_slot
-from dcut_jax.decode.state import BROKEN, COUNTS, DecodeState, Outcome, to_wire
+from dcut_jax.decode.state import (
+    BROKEN,
+    COUNTS,
+    DecodeState,
+    Outcome,
+    to_wire,
+    told_columns,
+)
 from dcut_jax.decode.synthetic import Synthetic, drawn_drafts
 from dcut_jax.decode.verify import prefill_rows, verify_rows
 from dcut_jax.mesh import Placement
@@ -196,7 +210,7 @@ def verify(
     models: Models,
     lay: Layout,
     wire_width: int,
-    logprobs: bool = False,
+    logprobs: int = 0,
     backends: Backends = PLAIN,
 ) -> tuple[Array, DecodeState, Fresh]:
     """Checks anchors and kept drafts; the outcome comes in its wire form.
@@ -204,25 +218,69 @@ def verify(
     On a mesh `token_BK`, `keep_B` and the outcome are of all slots, the rest of those
     of the shard, which has a layout of its own rows.
     """
-    token_BK = own(token_BK, lay.slots, models.slot_axes)
-    keep_B = own(keep_B, lay.slots, models.slot_axes)
-    packed = pack(keep_B, state.active_B, lay.rows)
-    block_BW = jnp.concatenate([state.anchor_B[:, None], token_BK], axis=1)
-    token_T = block_BW[packed.owner_T, packed.offset_T]
+    asked = ask(state, token_BK, keep_B, models, lay)
     rows = verify_rows(
         params["target"],
         models.target,
         kv,
         state.table_BN,
-        token_T,
+        asked.token_T,
         state.length_B,
-        packed,
+        asked.packed,
         lay,
         models.taps,
         models.over,
         models.dealt(rows=True),
         backends,
     )
+    return settle(
+        params,
+        state,
+        asked,
+        rows,
+        models=models,
+        lay=lay,
+        wire_width=wire_width,
+        logprobs=logprobs,
+        backends=backends,
+    )
+
+
+class Asked(NamedTuple):
+    """What a shard's slots are to have verified, and its rows."""
+
+    token_BK: Array
+    keep_B: Array
+    packed: Packed
+    token_T: Array
+
+
+def ask(
+    state: DecodeState, token_BK: Array, keep_B: Array, models: Models, lay: Layout
+) -> Asked:
+    """Packs anchors and kept drafts, of all slots, into the rows of a layout."""
+    token_BK = own(token_BK, lay.slots, models.slot_axes)
+    keep_B = own(keep_B, lay.slots, models.slot_axes)
+    packed = pack(keep_B, state.active_B, lay.rows)
+    block_BW = jnp.concatenate([state.anchor_B[:, None], token_BK], axis=1)
+    token_T = block_BW[packed.owner_T, packed.offset_T]
+    return Asked(token_BK, keep_B, packed, token_T)
+
+
+def settle(
+    params: dict[str, Any],
+    state: DecodeState,
+    asked: Asked,
+    rows: dense.Rows,
+    *,
+    models: Models,
+    lay: Layout,
+    wire_width: int,
+    logprobs: int,
+    backends: Backends,
+) -> tuple[Array, DecodeState, Fresh]:
+    """What follows from the target's pass over what was asked; see `verify`."""
+    token_BK, keep_B, packed, _ = asked
     chosen = choose(
         params,
         rows.hidden,
@@ -239,8 +297,10 @@ def verify(
     if rows.crowded is not None:
         crowded_B = jnp.broadcast_to(rows.crowded, outcome.count_B.shape)
         outcome = replace(outcome, crowded_B=crowded_B)
-    if chosen.logp is not None:
-        outcome = replace(outcome, logp_BW=unpack(chosen.logp, packed, lay.width))
+    told = jax.tree.map(
+        lambda x: unpack(x, packed, lay.width), (chosen.logp, chosen.likeliest)
+    )
+    outcome = replace(outcome, logp_BW=told[0], likeliest=told[1])
     wire_BX = gathered(to_wire(widen(outcome, wire_width)), models.slot_axes)
     defer = defers(models, lay.rows, lay.slots)
     fresh = fresh_rows(params, models, rows, packed, state, outcome, defer=defer)
@@ -255,11 +315,13 @@ def defers(models: Models, rows: int, slots: int) -> bool:
 class Chosen(NamedTuple):
     """The target's tokens; `logp` as `log_probability` has it, None if not asked.
 
-    A row whose logits hold a NaN or +inf, or nothing finite, has the token `BROKEN`.
+    `likeliest` has the most likely ones beside it, None if not asked. A row whose
+    logits hold a NaN or +inf, or nothing finite, has the token `BROKEN`.
     """
 
     token: Array
     logp: Array | None
+    likeliest: Likeliest | None = None
 
 
 def choose(
@@ -267,7 +329,7 @@ def choose(
     hidden_TE: Array,
     sampling: Sampling | None,
     position_T: Array,
-    logprobs: bool,
+    logprobs: int,
     over: str | None,
     backends: Backends,
 ) -> Chosen:
@@ -286,16 +348,22 @@ def choose(
     logits_TV = dense.logits(hidden_TE, head_VE)
     token_T = next_token(logits_TV, sampling, position_T, over)
     logp_T = log_probability(logits_TV, token_T, over) if logprobs else None
-    return Chosen(jnp.where(sound(logits_TV, over), token_T, BROKEN), logp_T)
+    beside = likeliest(logits_TV, logprobs - 1, over) if logprobs > 1 else None
+    token_T = jnp.where(sound(logits_TV, over), token_T, BROKEN)
+    return Chosen(token_T, logp_T, beside)
 
 
 def widen(outcome: Outcome, width: int) -> Outcome:
     """Pads the columns of tokens, so that every step has one wire shape."""
-    pad = ((0, 0), (0, width - outcome.token_BW.shape[1]))
-    token_BW, logp_BW = jax.tree.map(
-        lambda x_BW: jnp.pad(x_BW, pad), (outcome.token_BW, outcome.logp_BW)
+    missing = width - outcome.token_BW.shape[1]
+
+    def wider(x: Array) -> Array:
+        return jnp.pad(x, ((0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)))
+
+    token_BW, logp_BW, beside = jax.tree.map(
+        wider, (outcome.token_BW, outcome.logp_BW, outcome.likeliest)
     )
-    return replace(outcome, token_BW=token_BW, logp_BW=logp_BW)
+    return replace(outcome, token_BW=token_BW, logp_BW=logp_BW, likeliest=beside)
 
 
 def fresh_rows(
@@ -394,7 +462,7 @@ def prefill(
     sampling: Sampling | None,
     *,
     models: Models,
-    logprobs: bool = False,
+    logprobs: int = 0,
     backends: Backends = PLAIN,
 ) -> tuple[Caches, Chosen]:
     """One chunk of a prompt into caches of its own; the token that follows its rows.
@@ -414,13 +482,39 @@ def prefill(
         models.dealt(rows=False),
         backends,
     )
+    return settle_chunk(
+        params,
+        caches,
+        rows,
+        length,
+        count,
+        sampling,
+        models=models,
+        logprobs=logprobs,
+        backends=backends,
+    )
+
+
+def settle_chunk(
+    params: dict[str, Any],
+    caches: Caches,
+    rows: dense.Rows,
+    length: Array,
+    count: Array,
+    sampling: Sampling | None,
+    *,
+    models: Models,
+    logprobs: int,
+    backends: Backends,
+) -> tuple[Caches, Chosen]:
+    """What follows from the target's pass over a chunk; see `prefill`."""
     last_E = rows.hidden[count - 1]
     position_1 = (length + count)[None]
     chosen = choose(
         params, last_E[None], sampling, position_1, logprobs, models.over, backends
     )
 
-    row_P = jnp.arange(token_P.shape[0])
+    row_P = jnp.arange(rows.hidden.shape[0])
     position_P = length + row_P
     draft_k, draft_v = draft_context(params, models, rows.taps, position_P)
     fresh = Fresh(
@@ -523,11 +617,13 @@ class StepShapes:
       width: rows of a full block, W; 1 without a drafter.
       stops: stop tokens a request may have.
       sampling: whether requests may draw their tokens.
-      logprobs: whether tokens come with their log-probabilities.
+      logprobs: what is told of a token: 0: nothing; 1: its log-probability; 1 + k: and
+        the k likeliest with theirs.
       backends: the forms of the kernels.
       shards: parts that the slots are dealt into; layouts are those of one part.
       crowds: whether rows travel to experts, and so may be too many for one device.
       pages: of the caches, of all shards; 0 stands for as many as all slots can fill.
+      chunks: of a prompt, in rows, that a step can take along, in ascending order.
     """
 
     slots: int
@@ -535,11 +631,12 @@ class StepShapes:
     width: int
     stops: int
     sampling: bool = False
-    logprobs: bool = False
+    logprobs: int = 0
     backends: Backends = PLAIN
     shards: int = 1
     crowds: bool = False
     pages: int = 0
+    chunks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.pages:
@@ -568,7 +665,8 @@ class StepShapes:
     @property
     def wire_columns(self) -> int:
         """Columns of an outcome's wire form."""
-        return COUNTS + self.wire_width * (2 if self.logprobs else 1) + self.crowds
+        per_token = told_columns(self.logprobs)
+        return COUNTS + self.wire_width * per_token + self.crowds
 
 
 def anchors_only(shapes: StepShapes) -> Layout:

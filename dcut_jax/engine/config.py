@@ -24,6 +24,8 @@ class EngineConfig:
       sampling: whether requests may draw their tokens; without, steps are a little
         cheaper.
       logprobs: whether completions hold the log-probabilities of their tokens.
+      likeliest: how many of the most likely tokens they hold beside each token; needs
+        `logprobs` and `sampling`, and makes every step longer.
       backends: the forms of the kernels; None: the defaults of the device that the
         parameters are on (`pallas_kernels.backends.DEFAULTS`).
       kv_memory: bytes of each device for the pages of keys and values, of target and
@@ -31,6 +33,9 @@ class EngineConfig:
         has caches of `max_length` positions, and there may be two: a new one, and one
         that was put aside and comes back.
       prefix_cache: whether prompts that begin alike share pages.
+      shared_chunks: rows of chunks of prompts that `Engine.step` can take along, in the
+        same pass of the target; (): none. Each is an executable more for every tier
+        that it may go along with.
     """
 
     slots: int
@@ -39,9 +44,11 @@ class EngineConfig:
     cache_dtype: str = "float32"
     sampling: bool = False
     logprobs: bool = False
+    likeliest: int = 0
     backends: Backends | None = None
     kv_memory: int | None = None
     prefix_cache: bool = True
+    shared_chunks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.slots < 1:
@@ -51,6 +58,20 @@ class EngineConfig:
         if self.max_length < 2:
             raise ValueError(
                 f"max_length must hold a prompt and a token; found {self.max_length}"
+            )
+        if self.likeliest < 0 or (
+            self.likeliest and not (self.logprobs and self.sampling)
+        ):
+            raise ValueError(
+                f"expected a number of likeliest tokens of at least 0, and above 0 "
+                f"logprobs and sampling with it; found {self.likeliest} with logprobs="
+                f"{self.logprobs} and sampling={self.sampling}"
+            )
+        chunks = self.shared_chunks
+        if list(chunks) != sorted(set(chunks)) or not all(c > 0 for c in chunks):
+            raise ValueError(
+                f"shared_chunks must be row counts above 0 in ascending order; found "
+                f"{chunks}"
             )
 
     @property
@@ -63,22 +84,31 @@ class EngineConfig:
 
         Raises:
           ConfigError: the slots cannot be dealt evenly over the models' mesh.
-          ValueError: a backend that cannot run where the parameters are, or a
+          ValueError: `shared_chunks` on a mesh with rows that travel to experts, a
+            backend that cannot run where the parameters are, or a
             `kv_memory` without room for a page.
         """
         require_divisible(
             "the mesh's shards", models.shards, {"batch size": self.slots}
         )
+        travels = models.dealt(rows=True) is not None
+        if travels and self.shared_chunks:
+            raise ValueError(
+                "rows of a prompt, which every device has, cannot go along with rows "
+                "that travel to experts; expected shared_chunks=() on a mesh with an "
+                f"expert axis, found {self.shared_chunks}"
+            )
         return S.StepShapes(
             slots=self.slots,
             positions=self.positions,
             width=models.drafter.max_drafts + 1 if models.drafter else 1,
             stops=self.max_stops,
             sampling=self.sampling,
-            logprobs=self.logprobs,
+            logprobs=self.logprobs + self.likeliest,
             backends=self.backends_on(device_of(models)),
             shards=models.shards,
-            crowds=models.dealt(rows=True) is not None,
+            crowds=travels,
+            chunks=self.shared_chunks,
             pages=0
             if self.kv_memory is None
             else pages_in(models, self.cache_dtype, self.kv_memory),

@@ -24,10 +24,12 @@ from dcut_jax.engine.paging import Paging
 from dcut_jax.engine.policy import ArPolicy, DCutPolicy, FixedPolicy, Policy
 from dcut_jax.engine.requests import (
     Completion,
+    Likeliest,
     Request,
     halted_after,
 )
 from dcut_jax.engine.slots import (
+    Chunk,
     Phases,
     Planned,
     Prefill,
@@ -87,6 +89,11 @@ class Engine:
         self.on_drafts: Callable[[np.ndarray, HostOutcome], None] | None = None
         self.on_outcome: Callable[[StepRecord, HostOutcome], None] | None = None
         self.shapes = config.shapes(models)
+        if self.shapes.chunks and not policy.shared(self.shapes):
+            raise ValueError(
+                f"a policy with ratios takes no prompts along; expected no "
+                f"shared_chunks, found {config.shared_chunks}"
+            )
         most = models.target.max_position
         if config.max_length > most:
             raise ValueError(
@@ -123,6 +130,11 @@ class Engine:
         jobs += [partial(exe.verify, shapes, lay) for lay in layouts]
         jobs += [partial(exe.prefill, shapes, chunk) for chunk in PREFILL_CHUNKS]
         jobs += [partial(exe.commit, shapes, n) for n in {lay.rows for lay in layouts}]
+        jobs += [
+            partial(exe.share, shapes, lay, chunk)
+            for lay in policy.shared(shapes)
+            for chunk in shapes.chunks
+        ]
         jobs += [partial(f, shapes) for f in (exe.empty, exe.insert, exe.release)]
         if self.config.prefix_cache:
             jobs.append(partial(exe.lend, shapes))
@@ -256,29 +268,28 @@ class Engine:
     def prefill_chunk(self, begun: Prefill) -> int:
         """Dispatches the next chunk of a prompt; returns its tokens. Nothing waits."""
         self._interrupt()
-        chunk = next((c for c in PREFILL_CHUNKS if c >= begun.left), PREFILL_CHUNKS[-1])
-        count = min(begun.left, chunk)
-        tokens = np.zeros(chunk, np.int32)
-        tokens[:count] = begun.request.prompt[begun.done : begun.done + count]
-        run = self.compiler.prefill(self.shapes, chunk)
-        begun.caches, begun.chosen = run(
-            self.models.params,
-            begun.caches,
-            tokens,
-            np.int32(begun.done),
-            np.int32(count),
-            self._sampling(begun.request),
-        )
-        begun.done += count
-        return count
+        chunk = Chunk.next(begun, _rows(begun, PREFILL_CHUNKS))
+        run = self.compiler.prefill(self.shapes, chunk.rows)
+        chunk.ran(*run(self.models.params, *self._of_chunk(chunk)))
+        return chunk.count
+
+    def _of_chunk(self, chunk: Chunk) -> tuple[Any, ...]:
+        """What executables take of a chunk."""
+        begun = chunk.of
+        at = np.int32(begun.done), np.int32(chunk.count)
+        return begun.caches, chunk.token_P, *at, self.sampling_of(begun.request)
 
     def end_prefill(self, begun: Prefill) -> Prefilled:
         """Waits for a prompt, of which all chunks were dispatched."""
         assert not begun.left, "a chunk was not run"
         assert begun.chosen is not None, "a request has a prompt"
-        token, logp = jax.device_get(begun.chosen)
-        first_logprob = None if logp is None else float(logp)
-        return Prefilled(begun.request, begun.caches, int(token), first_logprob)
+        token, logp, beside = jax.device_get(begun.chosen)
+        ready = Prefilled(begun.request, begun.caches, int(token))
+        if logp is not None:
+            ready = replace(ready, first_logprob=float(logp))
+        if beside is not None:
+            ready = replace(ready, first_likeliest=_pairs(beside.token, beside.logp))
+        return ready
 
     def admits(self, request: Request) -> bool:
         """Whether there are a slot and pages for a request, and nobody waits for them.
@@ -309,6 +320,8 @@ class Engine:
         completion = Completion([ready.first_token], origins=["plain"])
         if ready.first_logprob is not None:
             completion.logprobs.append(ready.first_logprob)
+        if ready.first_likeliest:
+            completion.likeliest.append(ready.first_likeliest)
         halt = request.halt() if request.halt else None
         if ready.first_token in request.stop or (halt and halt(ready.first_token)):
             completion.finish = "stop"
@@ -358,7 +371,7 @@ class Engine:
             np.int32(len(request.prompt)),
             np.int32(room),
             stop,
-            self._sampling(request),
+            self.sampling_of(request),
         )
 
     def _interrupt(self) -> None:
@@ -366,7 +379,7 @@ class Engine:
         if self.steering is not None:
             self.steering.interrupt()
 
-    def _sampling(self, request: Request) -> Sampling | None:
+    def sampling_of(self, request: Request) -> Sampling | None:
         """A request's settings, as of one slot."""
         if not self.config.sampling:
             return None
@@ -465,19 +478,24 @@ class Engine:
         self._halted = True  # a plan may have reckoned with it
         self.preemptions += 1
 
-    def _return(self) -> None:
+    def _return(self) -> Prefill | None:
         """Brings back who was put aside, once there are pages: a chunk of its text.
 
         All of it where nobody decodes meanwhile. Nothing waits for the device: the
         token that follows is known.
+
+        Returns:
+          What is to go along with the coming step instead, where steps take any.
         """
         while self._aside:
             if self._returning is None:
                 first = self._aside[0]
                 if self._slot_for(first.rest()) is None:
-                    return
+                    return None
                 self._returning = first, self.begin_prefill(first.rest())
             who, begun = self._returning
+            if begun.left and self.active and self.shapes.chunks:
+                return begun
             if begun.left:
                 self.prefill_chunk(begun)
             if not begun.left and self._slot_for(begun.request) is not None:
@@ -486,14 +504,31 @@ class Engine:
                 self._aside.remove(who)
                 self._returning = None
             if self.active:
-                return
+                return None
+        return None
 
     # -- one step ----------------------------------------------------------------
 
-    def step(self) -> None:
-        """Dispatches one step and reads the newest finished outcome."""
+    def step(self, beside: Prefill | None = None) -> None:
+        """Dispatches one step and reads the newest finished outcome.
+
+        Args:
+          beside: a prompt, begun and not at its end, of which a chunk goes along. It
+            does not where nobody decodes any more, or where a text that was put aside
+            comes back: who is that goes first.
+
+        Raises:
+          ValueError: for a prompt, where the engine was built without `shared_chunks`.
+        """
         self._require_caches()
-        self._return()
+        if beside is not None and not self.shapes.chunks:
+            raise ValueError(
+                "expected an engine with shared_chunks, to take a prompt along; found "
+                "none: run the prompt by prefill_chunk, or build one with them"
+            )
+        assert beside is None or beside.left, "a prompt of which nothing is left"
+        begun = self._return() or beside
+        chunk = self._chunk(begun) if begun else None
         self._tell_table()
         clock = Phases(self.time_phases)
         if self.time_phases:
@@ -501,22 +536,30 @@ class Engine:
         match self.policy:
             case ArPolicy():
                 self._make_room(1)
-                self._verify(S.anchors_only(self.shapes), self._no_drafts, 0, clock)
+                lay = S.anchors_only(self.shapes)
+                self._verify(lay, self._no_drafts, 0, clock, chunk)
                 self._read(clock)
             case FixedPolicy(width=width):
                 self._make_room(width + 1)
                 proposal = self._draft(width, clock)
                 lay = S.everything(self.shapes, width)
-                self._verify(lay, proposal.token_BK, width, clock)
+                self._verify(lay, proposal.token_BK, width, clock, chunk)
                 self._read(clock)
                 if self.on_drafts is not None:
                     outcome = self._outcome(np.asarray(self._wire))
                     self.on_drafts(np.asarray(proposal.logp_BK), outcome)
             case DCutPolicy():
                 assert self.steering is not None
-                self._cut_step(self.steering, clock)
+                self._cut_step(self.steering, clock, chunk)
         if self.time_phases:
             self._interrupt()  # nor does the next read tell what this step took
+
+    def _chunk(self, begun: Prefill) -> Chunk:
+        """The rows of a prompt that go along with the coming step."""
+        rows = _rows(begun, self.shapes.chunks)
+        if self.steering is not None:
+            rows = self.steering.chunk(rows, self._context, self._cap_ms)
+        return Chunk.next(begun, rows)
 
     def _catch_up(self) -> None:
         """Brings the drafter's cache up to date."""
@@ -538,13 +581,14 @@ class Engine:
         clock.stop("draft", proposal)
         return proposal
 
-    def _cut_step(self, steering: Steering, clock: Phases) -> None:
-        choice = steering.choose(self._context, self._cap_ms)
+    def _cut_step(self, steering: Steering, clock: Phases, chunk: Chunk | None) -> None:
+        beside = chunk.rows if chunk else 0
+        choice = steering.choose(self._context, self._cap_ms, beside)
         if not choice.planned:
             self._read(clock)  # the one read of this step
             if self.active:
                 self._make_room(choice.width + 1)
-                self._unplanned_step(steering, choice.width, clock)
+                self._unplanned_step(steering, choice.width, clock, chunk)
             return
         proposal = self._draft(choice.width, clock)
         weight_B = self._weights(steering.policy)
@@ -565,20 +609,22 @@ class Engine:
         if not self._halted:
             steering.look(decision, weight_B)
         lay = steering.layout(choice.width, decision)
-        steering.verifies(lay)
+        steering.verifies(lay, beside)
         made = Planned(keep_B, decision, weight_B)
-        self._verify(lay, proposal.token_BK, choice.width, clock, made)
+        self._verify(lay, proposal.token_BK, choice.width, clock, chunk, made)
         steering.planned(self._wire)
 
-    def _unplanned_step(self, steering: Steering, width: int, clock: Phases) -> None:
+    def _unplanned_step(
+        self, steering: Steering, width: int, clock: Phases, chunk: Chunk | None
+    ) -> None:
         """Plain decoding, or all of `width` drafts."""
         token_BK = self._no_drafts
         lay = S.anchors_only(self.shapes)
         if width:
             token_BK = self._draft(width, clock).token_BK
             lay = S.everything(self.shapes, width)
-        steering.verifies(lay)
-        self._verify(lay, token_BK, width, clock)
+        steering.verifies(lay, chunk.rows if chunk else 0)
+        self._verify(lay, token_BK, width, clock, chunk)
 
     @property
     def _context(self) -> int:
@@ -618,7 +664,8 @@ class Engine:
         token_BK: Any,
         width: int,
         clock: Phases,
-        plan: "Planned | None" = None,
+        chunk: Chunk | None,
+        plan: Planned | None = None,
     ) -> None:
         """Verifies and commits; without a plan all `width` drafts are kept."""
         if S.defers(self.models, lay.rows, lay.slots):
@@ -627,9 +674,14 @@ class Engine:
             self._behind += 1
         everything = np.full(self.shapes.slots, width, np.int32)
         keep_B = plan.keep_B if plan else everything
-        self._wire, self.state, fresh = self.compiler.verify(self.shapes, lay)(
-            self.models.params, self.caches.target, self.state, token_BK, keep_B
-        )
+        asked = self.models.params, self.caches.target, self.state, token_BK, keep_B
+        if chunk is None:
+            run = self.compiler.verify(self.shapes, lay)
+            self._wire, self.state, fresh = run(*asked)
+        else:
+            run = self.compiler.share(self.shapes, lay, chunk.rows)
+            self._wire, self.state, fresh, *prompt = run(*asked, *self._of_chunk(chunk))
+            chunk.ran(*prompt)
         clock.stop("verify", self._wire)
         write = self.compiler.commit(self.shapes, lay.rows)
         self.caches = write(self.caches, self.state.table_BN, fresh)
@@ -645,6 +697,7 @@ class Engine:
             phase_ms=clock.ms,
             # A plan may have reckoned with a request that was halted just then.
             teaches=width > 0 and not (plan and self._halted),
+            prompt_rows=chunk.rows if chunk else 0,
         )
 
     def _read(self, clock: Phases) -> None:
@@ -685,6 +738,10 @@ class Engine:
             done.tokens.extend(tokens[:count])
             if outcome.logp_BW is not None:
                 done.logprobs.extend(outcome.logp_BW[i, :count].tolist())
+            if outcome.likeliest_BWL is not None:
+                token_BWL, logp_BWL = outcome.likeliest_BWL
+                rows = zip(token_BWL[i, :count], logp_BWL[i, :count], strict=True)
+                done.likeliest.extend(_pairs(*row) for row in rows)
             done.steps += 1
             slot.progress.add(count)
             done.accepted += accepted
@@ -743,3 +800,12 @@ class Engine:
                     sum(len(r.tokens) for r in made),
                 )
         return [r for r in results if r is not None]
+
+
+def _pairs(token_L: np.ndarray, logp_L: np.ndarray) -> Likeliest:
+    return tuple(zip(token_L.tolist(), logp_L.tolist(), strict=True))
+
+
+def _rows(begun: Prefill, sizes: Sequence[int]) -> int:
+    """The smallest of the sizes that holds what is left of a prompt, or the largest."""
+    return next((size for size in sizes if size >= begun.left), sizes[-1])

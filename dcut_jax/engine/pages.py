@@ -52,10 +52,11 @@ class Pages:
         """Pages that nobody uses and that hold a known prefix."""
         return len(self._idle)
 
-    def match(self, tokens: Sequence[int]) -> list[int]:
+    def match(self, tokens: Sequence[int], *, use: bool = True) -> list[int]:
         """The named pages that hold the longest prefix of whole pages, in order.
 
-        They count as used just now, and are nobody's yet.
+        They are nobody's yet. With `use` they count as used just now; without, this
+        changes nothing.
         """
         found: list[int] = []
         serial = 0
@@ -66,7 +67,7 @@ class Pages:
             found.append(page)
             serial = self._name_of[page][0]
         # The last first: without the page before it a page cannot be found.
-        for page in reversed(found):
+        for page in reversed(found) if use else ():
             if page in self._idle:
                 self._idle.move_to_end(page)
         return found

@@ -103,12 +103,12 @@ class Paging:
         """The slot, of some that are empty, that shares most with a prompt.
 
         None where no shard of theirs has the pages that its `positions` need beyond
-        what it shares.
+        what it shares. Looking changes nothing.
         """
         first = {self.shard(slot): slot for slot in sorted(slots, reverse=True)}
         found: list[tuple[int, int]] = []
         for shard, slot in first.items():
-            shared = self._match(shard, tokens)
+            shared = self._match(shard, tokens, use=False)
             if pages_for(positions) - len(shared) <= self.pools[shard].room(shared):
                 found.append((len(shared), -slot))
         return -max(found)[1] if found else None
@@ -162,8 +162,10 @@ class Paging:
         pool.give_back(held)
         self._hold(slot, [])
 
-    def _match(self, shard: int, tokens: Sequence[int]) -> list[int]:
-        return self.pools[shard].match(tokens[:-1])
+    def _match(
+        self, shard: int, tokens: Sequence[int], *, use: bool = True
+    ) -> list[int]:
+        return self.pools[shard].match(tokens[:-1], use=use)
 
     def _hold(self, slot: int, pages: list[int]) -> None:
         self._held[slot] = pages

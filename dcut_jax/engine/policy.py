@@ -38,6 +38,10 @@ class ArPolicy:
     def layouts(self, shapes: StepShapes) -> list[Layout]:
         return [anchors_only(shapes)]
 
+    def shared(self, shapes: StepShapes) -> list[Layout]:
+        """Layouts that a chunk of a prompt may go along with."""
+        return self.layouts(shapes)
+
 
 @dataclass(frozen=True)
 class FixedPolicy:
@@ -56,6 +60,10 @@ class FixedPolicy:
     def layouts(self, shapes: StepShapes) -> list[Layout]:
         return [everything(shapes, self.width)]
 
+    def shared(self, shapes: StepShapes) -> list[Layout]:
+        """Layouts that a chunk of a prompt may go along with."""
+        return self.layouts(shapes)
+
 
 def draft_work(width: int) -> Work:
     """Drafting `width` tokens for every slot."""
@@ -65,6 +73,11 @@ def draft_work(width: int) -> Work:
 def verify_work(lay: Layout) -> Work:
     """Verifying a layout's rows, and committing them."""
     return "verify", lay.rows, lay.width
+
+
+def share_work(lay: Layout, chunk: int) -> Work:
+    """The same as `verify_work`, with so many rows of a prompt in the pass."""
+    return f"verify beside {chunk}", lay.rows, lay.width
 
 
 def catch_up_work(steps: int) -> Work:
@@ -223,6 +236,19 @@ class DCutPolicy:
         }
         return sorted(wanted, key=lambda lay: (lay.rows, lay.width))
 
+    def shared(self, shapes: StepShapes) -> list[Layout]:
+        """Layouts that a chunk of a prompt may go along with: the narrowest width's.
+
+        Beside so many rows further drafts are the last that pay, and each layout is an
+        executable per chunk. With `ratios` there are none.
+        """
+        if not shapes.chunks or self.ratios is not None:
+            return []
+        narrowest = self.ladder(shapes)[0]
+        offered = self.offered(shapes, narrowest)
+        wanted = {self.layout(shapes, narrowest, rows) for rows in offered}
+        return sorted(wanted | {anchors_only(shapes)}, key=lambda lay: lay.rows)
+
     def measured(self, shapes: StepShapes, context: float) -> dict[Work, float]:
         """Time of every piece of work that a step can be made of, ms.
 
@@ -235,11 +261,36 @@ class DCutPolicy:
             found[catch_up_work(steps)] = table.catch_up_ms(B, steps)
         for width in self.ladder(shapes):
             found[draft_work(width)] = table.draft_ms(B, width, context)
-        layouts = [*self.layouts(shapes), *([anchors_only(shapes)] * self.plain)]
+        layouts = [*self.layouts(shapes), *self.shared(shapes)]
+        layouts += [anchors_only(shapes)] * self.plain
         for lay in layouts:
             ms = table.verify_ms(B, lay.rows, lay.width, context)
             found[verify_work(lay)] = ms
+        for lay in self.shared(shapes):
+            for chunk in shapes.chunks:
+                ms = table.share_ms(B, lay.rows, lay.width, chunk, context)
+                found[share_work(lay, chunk)] = ms
         return found
+
+    def beside(
+        self, shapes: StepShapes, ms: Mapping[Work, float], chunk: int
+    ) -> tuple[dict[Work, float], float]:
+        """What decoding adds to steps that take a chunk along, and the chunk's own.
+
+        A prompt has to be run whatever is drafted, so what it adds to a plain step is
+        no reason to draft more, or less: the rest is what drafts cost beside it. Both
+        together are the step's time. Layouts that take none along cost infinity.
+        """
+        anchors = anchors_only(shapes)
+        plain = ms[verify_work(anchors)]
+        own = ms[share_work(anchors, chunk)] - plain
+        found = dict(ms)
+        for lay in self.layouts(shapes):
+            found[verify_work(lay)] = np.inf
+        for lay in self.shared(shapes):
+            # Not below a plain step, however far two measured times may err.
+            found[verify_work(lay)] = max(ms[share_work(lay, chunk)] - own, plain)
+        return found, own
 
     def costs(self, shapes: StepShapes, ms: Mapping[Work, float]) -> StepCosts:
         """What steps cost, from what their work does.
@@ -302,6 +353,16 @@ def wanted_costs(
         verifies=tuple(sorted(verifies)),
         catch_ups=CATCH_UPS,
         contexts=tuple(contexts),
+        shares=tuple(
+            sorted(
+                {
+                    (lay.rows, lay.width, chunk)
+                    for policy in policies
+                    for lay in policy.shared(shapes)
+                    for chunk in shapes.chunks
+                }
+            )
+        ),
     )
 
 

@@ -29,6 +29,7 @@ from dcut_jax.engine.engine import Engine
 from dcut_jax.engine.paging import dealt_out
 from dcut_jax.engine.policy import ArPolicy, DCutPolicy
 from dcut_jax.engine.requests import Request
+from dcut_jax.engine.slots import Prefilled
 from dcut_jax.models.cache import CHUNK
 from dcut_jax.processes import first, text_of_first
 
@@ -58,7 +59,7 @@ def fingerprint(
         cache_dtype=config.cache_dtype,
         positions=config.positions,
         sampling=config.sampling,
-        logprobs=config.logprobs,
+        logprobs=config.logprobs + config.likeliest,
         backends=" ".join(f"{name}={form}" for name, form in forms.items()),
         jax=jax.__version__,
         code=code_digest(),
@@ -148,9 +149,9 @@ def profile(
         kind: {} for kind in KEY_PARTS
     }
     for context in contexts(config):
-        _fill(engine, prompt, context)
+        ready = _fill(engine, prompt, context)
         label = f"batch {config.slots}, context {context}"
-        steps = _steps(engine, policies, context)
+        steps = _steps(engine, policies, context, ready)
 
         def progress(done: int, total: int, label: str = label) -> None:
             if on_progress:
@@ -165,14 +166,22 @@ def profile(
         ).items():
             found[kind][tuple(cell)] = samples
     return CostTable(
-        here, found["draft"], found["verify"], found["plan"], found["catch_up"]
+        here,
+        found["draft"],
+        found["verify"],
+        found["plan"],
+        found["catch_up"],
+        share=found["share"],
     )
 
 
 def _steps(
-    engine: Engine, policies: Sequence[DCutPolicy], context: int
+    engine: Engine, policies: Sequence[DCutPolicy], context: int, ready: Prefilled
 ) -> dict[tuple[Any, ...], Callable[[], object]]:
-    """Every step to time at the engine's present context, by kind and table key."""
+    """Every step to time at the engine's present context, by kind and table key.
+
+    `ready`: a prompt of that length, whose caches those that go along have.
+    """
     exe, shapes, params = engine.compiler, engine.shapes, engine.models.params
     state, B = engine.state, shapes.slots
     key = policies[0].plan_key(shapes)
@@ -198,6 +207,27 @@ def _steps(
             # Each time over the same positions: the context does not grow.
             engine.caches = write(engine.caches, state.table_BN, fresh)
             return wire, engine.caches
+
+        return step
+
+    prompt = [ready.caches]
+
+    def share_step(lay: Layout, chunk: int) -> Callable[[], object]:
+        run, write = exe.share(shapes, lay, chunk), exe.commit(shapes, lay.rows)
+        keep_B = _spread(logp_BK, lay)
+        token_P: Any = np.resize(np.asarray(ready.request.prompt, np.int32), chunk)
+        # In the middle of a prompt, as they are on the average.
+        at = np.int32(max(context - chunk, 0) // 2), np.int32(chunk)
+        drawn = engine.sampling_of(ready.request)
+
+        def step() -> object:
+            asked = engine.caches.target, state, proposal.token_BK, keep_B
+            wire, _, fresh, caches, _ = run(
+                params, *asked, prompt.pop(), token_P, *at, drawn
+            )
+            prompt.append(caches)
+            engine.caches = write(engine.caches, state.table_BN, fresh)
+            return wire, engine.caches, caches
 
         return step
 
@@ -234,11 +264,19 @@ def _steps(
         steps["draft", B, width, context] = draft_step(width)
     for lay in sorted(layouts, key=lambda lay: (lay.rows, lay.width)):
         steps["verify", B, lay.rows, lay.width, context] = verify_step(lay)
+    shared = {lay for policy in policies for lay in policy.shared(shapes)}
+    for lay in sorted(shared, key=lambda lay: (lay.rows, lay.width)):
+        for chunk in shapes.chunks:
+            cell = "share", B, lay.rows, lay.width, chunk, context
+            steps[cell] = share_step(lay, chunk)
     return steps
 
 
-def _fill(engine: Engine, prompt: Sequence[int], context: int) -> None:
-    """Fills every slot with `context` real tokens, each slot with its own stretch."""
+def _fill(engine: Engine, prompt: Sequence[int], context: int) -> Prefilled:
+    """Fills every slot with `context` real tokens, each slot with its own stretch.
+
+    Returns one of the prompts that it filled them with.
+    """
     engine.reset()
     tokens = np.resize(np.asarray(prompt), context + 7 * engine.config.slots)
     temperature = 1.0 if engine.config.sampling else 0.0
@@ -255,6 +293,7 @@ def _fill(engine: Engine, prompt: Sequence[int], context: int) -> None:
         engine.place(i, ready, engine.shapes.positions, table_BN[i])
     table = engine.compiler.table(table_BN)
     engine.state = replace(engine.state, table_BN=table)
+    return distinct[0]
 
 
 def _spread(logp_BK: np.ndarray, lay: Layout) -> np.ndarray:

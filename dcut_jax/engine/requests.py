@@ -11,6 +11,9 @@ FinishReason = Literal["stop", "length", "cancelled", "failed", "running"]
 # or its own token after the drafts of a step.
 Origin = Literal["plain", "draft", "bonus"]
 
+# Tokens and the logs of their probabilities, the most likely first.
+Likeliest = tuple[tuple[int, float], ...]
+
 # Told each token of one text, in order; says whether the text is over with this one.
 Halt = Callable[[int], bool]
 
@@ -96,6 +99,8 @@ class Completion:
       origins: how each token came.
       logprobs: for each token the log of its probability, in the target's own
         distribution before temperature and cuts; empty without `EngineConfig.logprobs`.
+      likeliest: for each token the most likely ones in its place; empty without
+        `EngineConfig.likeliest`.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -105,6 +110,7 @@ class Completion:
     verified: int = 0
     origins: list[Origin] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    likeliest: list[Likeliest] = field(default_factory=list)
 
     @property
     def mean_accepted_length(self) -> float:

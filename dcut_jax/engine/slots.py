@@ -10,7 +10,7 @@ import numpy as np
 from dcut_jax.cut.fairness import Progress
 from dcut_jax.decode import steps as S
 from dcut_jax.decode.decide import Decision
-from dcut_jax.engine.requests import Completion, Halt, Origin, Request
+from dcut_jax.engine.requests import Completion, Halt, Likeliest, Origin, Request
 
 
 @dataclass
@@ -28,6 +28,7 @@ class StepRecord:
     phase_ms: dict[str, float] = field(default_factory=dict)
     crowded: int = 0  # layers that took the slower way to their experts
     teaches: bool = True  # whether what it accepted may be held against its plan
+    prompt_rows: int = 0  # of a chunk of a prompt that went along, padding included
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Prefilled:
     caches: S.Caches
     first_token: int
     first_logprob: float | None = None
+    first_likeliest: Likeliest = ()
 
 
 @dataclass
@@ -68,6 +70,38 @@ class Prefill:
     def left(self) -> int:
         """Prompt tokens that are still to be run."""
         return len(self.request.prompt) - self.done
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The next tokens of a prompt.
+
+    Attributes:
+      token_P: padded to a static number of rows.
+      count: those that are real.
+    """
+
+    of: Prefill
+    token_P: np.ndarray
+    count: int
+
+    @classmethod
+    def next(cls, begun: Prefill, rows: int) -> "Chunk":
+        """As many as are left, up to so many rows."""
+        count = min(begun.left, rows)
+        token_P = np.zeros(rows, np.int32)
+        token_P[:count] = begun.request.prompt[begun.done : begun.done + count]
+        return cls(begun, token_P, count)
+
+    @property
+    def rows(self) -> int:
+        """Static rows."""
+        return len(self.token_P)
+
+    def ran(self, caches: S.Caches, chosen: S.Chosen) -> None:
+        """Takes in what was dispatched for it."""
+        self.of.caches, self.of.chosen = caches, chosen
+        self.of.done += self.count
 
 
 @dataclass

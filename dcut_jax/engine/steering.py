@@ -27,6 +27,7 @@ from dcut_jax.engine.policy import (
     DCutPolicy,
     catch_up_work,
     draft_work,
+    share_work,
     verify_work,
 )
 from dcut_jax.engine.slots import StepRecord
@@ -60,8 +61,8 @@ class Steering:
         memory = init_memory(shapes.slots, shapes.width - 1)
         self._memory = jax.device_get(memory)  # a step puts it where it belongs
         self._measured: dict[int, dict[Work, float]] = {}
-        self._costs: tuple[Any, StepCosts] | None = None
-        self._plan_costs(context=0, cap_ms=np.inf)  # raises for one that is missing
+        self._known: dict[int, tuple[Any, StepCosts, float]] = {}  # by chunk
+        self._costs = self._plan_costs(0, np.inf)  # raises for one that is missing
         self.reset()
 
     def reset(self) -> None:
@@ -76,44 +77,67 @@ class Steering:
 
     # -- what a step is to be ------------------------------------------------------
 
-    def choose(self, context: int, cap_ms: float) -> Choice:
+    def chunk(self, wanted: int, context: int, cap_ms: float) -> int:
+        """Rows of a prompt to take along: `wanted`, or fewer where time is short.
+
+        The smallest chunk at least: a prompt is never put off for ever. `wanted` is one
+        of the chunks.
+        """
+        sizes = [size for size in self.shapes.chunks if size <= wanted]
+        while len(sizes) > 1 and np.isfinite(cap_ms):
+            self._plan_costs(context, cap_ms, sizes[-1])
+            _, costs, own_ms = self._known[sizes[-1]]
+            if (costs.cheapest_ms + own_ms) * self._slowdown <= cap_ms:
+                break
+            sizes.pop()
+        return sizes[-1]
+
+    def choose(self, context: int, cap_ms: float, chunk: int = 0) -> Choice:
         """The coming step.
 
         Args:
           context: cached positions of the longest running request.
           cap_ms: what a step may take; infinite if anything.
+          chunk: rows of a prompt that go along.
         """
-        choice = self.chooser.next(self._plan_costs(context, cap_ms))
+        self._costs = self._plan_costs(context, cap_ms, chunk)
+        choice = self.chooser.next(self._costs)
         if choice.width > 0 and not choice.planned:
             self._all_verified = True
         return choice
 
-    def _plan_costs(self, context: int, cap_ms: float) -> StepCosts:
+    def _plan_costs(self, context: int, cap_ms: float, chunk: int = 0) -> StepCosts:
         """Step costs as they are now; the same object while they are the same."""
-        chunk = context // CHUNK
-        if chunk not in self._measured:
-            end = (chunk + 1) * CHUNK  # attention reads whole chunks
-            self._measured[chunk] = self.policy.measured(self.shapes, end)
+        page = context // CHUNK
+        if page not in self._measured:
+            end = (page + 1) * CHUNK  # attention reads whole pages
+            self._measured[page] = self.policy.measured(self.shapes, end)
         correction = self.correction
         if np.isfinite(cap_ms):
-            slowdown = correction.slowdown if self.policy.correct else 1.0
             # In steps of a fiftieth, or there would be other costs at every step.
-            cap_ms = max(cap_ms / slowdown, SHORTEST_MS)
+            cap_ms = max(cap_ms / self._slowdown, SHORTEST_MS)
             cap_ms = 1.02 ** np.floor(np.log(cap_ms) / LOG_STEP)
         version = correction.version if self.policy.correct else 0
-        key = (chunk, version, float(cap_ms))
-        if self._costs is None or self._costs[0] != key:
-            ms = self._measured[chunk]
+        key = (page, version, float(cap_ms))
+        if chunk not in self._known or self._known[chunk][0] != key:
+            ms, own_ms = self._measured[page], 0.0
             if self.policy.correct:
                 ms = {work: t * correction.factor(work) for work, t in ms.items()}
-            costs = self.policy.costs(self.shapes, ms)
-            self._costs = key, costs.within(cap_ms)
-        return self._costs[1]
+            if chunk:
+                ms, own_ms = self.policy.beside(self.shapes, ms, chunk)
+            costs = self.policy.costs(self.shapes, ms).within(cap_ms - own_ms)
+            self._known[chunk] = key, costs, own_ms
+        return self._known[chunk][1]
+
+    @property
+    def _slowdown(self) -> float:
+        """Of the machine, as far as costs are corrected."""
+        return self.correction.slowdown if self.policy.correct else 1.0
 
     def outlook(self) -> tuple[StepCosts, dict[Choice, Promise]]:
-        """What steps cost, as last reckoned, and what each is expected to yield."""
-        assert self._costs is not None, "they are reckoned when this is made"
-        return self._costs[1], self.chooser.promises(self._costs[1])
+        """What steps without a prompt cost, as last reckoned, and promise."""
+        _, costs, _ = self._known[0]
+        return costs, self.chooser.promises(costs)
 
     def decide(
         self,
@@ -125,9 +149,8 @@ class Steering:
         wire: Any,
     ) -> tuple[Any, np.ndarray]:
         """Plans on the device: what to keep, and the one read of the step."""
-        assert self._costs is not None, "choose() comes first"
         situation = Situation(
-            cost_ms_MR=self._costs[1].planned_MR.astype(np.float32),
+            cost_ms_MR=self._costs.planned_MR.astype(np.float32),
             width_index=np.int32(self.key.widths.index(width)),
             weight_B=weight_B,
             all_verified=np.bool_(self._all_verified),
@@ -198,9 +221,9 @@ class Steering:
         """A catch-up is about to be dispatched."""
         self._dispatch(catch_up_work(steps))
 
-    def verifies(self, lay: Layout) -> None:
-        """Verification is about to be dispatched."""
-        self._dispatch(verify_work(lay))
+    def verifies(self, lay: Layout, chunk: int = 0) -> None:
+        """Verification is about to be dispatched, with so many rows of a prompt."""
+        self._dispatch(share_work(lay, chunk) if chunk else verify_work(lay))
 
     def _dispatch(self, work: Work) -> None:
         if self._work is None:

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from dcut_jax.cli import (
     add_memory_flag,
@@ -16,10 +16,16 @@ from dcut_jax.cli import (
     positive,
     run,
 )
+from dcut_jax.decode.steps import Models
 from dcut_jax.engine.config import EngineConfig
+from dcut_jax.engine.engine import PREFILL_CHUNKS, Engine
 from dcut_jax.engine.load import load_pair
 from dcut_jax.modes import WIDTH, add_mode_flags, build_engine, settle_mode
+from dcut_jax.processes import first, several
 from dcut_jax.prompts import DEFAULT, load_prompts
+from dcut_jax.serve.lead import Leader, Lost, follow, leave, meet
+from dcut_jax.stops import StopStrings
+from dcut_jax.weights.load import Target
 from dcut_jax.weights.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
@@ -28,6 +34,7 @@ if TYPE_CHECKING:
 FILLING = 16  # prompts whose tokens fill the caches where costs are measured
 API_KEY = "DCUT_API_KEY"
 DRAIN_S = 30.0
+STUCK_S, LOOK_S = 20.0, 0.2
 
 
 def parser() -> argparse.ArgumentParser:
@@ -53,6 +60,15 @@ def parser() -> argparse.ArgumentParser:
         "--no-logprobs",
         action="store_true",
         help="offer no log-probabilities; steps are a little cheaper",
+    )
+    p.add_argument(
+        "--likeliest",
+        type=int,
+        default=0,
+        choices=range(21),
+        metavar="0..20",
+        help="tokens that logprobs can tell beside the one taken; makes every step "
+        "longer (default: 0)",
     )
     p.add_argument(
         "--no-prefix-cache",
@@ -83,7 +99,7 @@ def parser() -> argparse.ArgumentParser:
         "--prefill-tokens",
         type=positive,
         default=128,
-        help="of prompts, between two steps of those who decode (default: 128)",
+        help="of a prompt, with a step of those who decode (default: 128)",
     )
     limits.add_argument(
         "--drain-s",
@@ -99,12 +115,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     p = parser()
     args = p.parse_args(argv)
     settle_mode(p, args)
-    if (args.coordinator, args.processes, args.process_id) != (None, None, None):
+    if args.processes and args.costs == "roofline":
         p.error(
-            "one process serves, on the devices that it has: expected no "
-            "--coordinator, --processes or --process-id; take a --mesh of this "
-            "machine's devices"
+            "--costs roofline: each process would measure rates of its own; expected "
+            "measured costs where several take part"
         )
+    if args.likeliest and args.no_logprobs:
+        p.error("--likeliest: expected no --no-logprobs with it")
     if not 0 <= args.port < 2**16:
         p.error(f"--port: expected 0 to 65535, found {args.port}")
     if not args.drain_s >= 0:
@@ -122,15 +139,22 @@ def filling(text: TextTokenizer) -> list[int]:
     return [t for p in some for t in text.chat(list(p.messages))]
 
 
-def make_server(args: argparse.Namespace) -> "Server":
-    """Models, an engine, and what answers for them; `args` are `parse`'s.
+def shared_chunks(models: Models, most: int) -> tuple[int, ...]:
+    """Chunks of prompts that steps take along: of so many rows at most, one at least.
+
+    None where rows travel to experts; there prompts are run between steps.
+    """
+    if models.dealt(rows=True) is not None:
+        return ()
+    shortest = PREFILL_CHUNKS[0]
+    return tuple(rows for rows in PREFILL_CHUNKS if rows <= max(most, shortest))
+
+
+def make_engine(args: argparse.Namespace) -> tuple[Target, Engine]:
+    """Models, and an engine of them; `args` are `parse`'s.
 
     Costs of steps are measured here, where there are none of this machine.
     """
-    from dcut_jax.serve.app import Server
-    from dcut_jax.serve.protocol import Served
-    from dcut_jax.serve.scheduler import Limits, Scheduler
-
     pair = load_pair(
         args.target, args.drafter, args.dtype, args.draft_dtype, placement_of(args)
     )
@@ -142,10 +166,12 @@ def make_server(args: argparse.Namespace) -> "Server":
         args.cache_dtype,
         sampling=True,
         logprobs=not args.no_logprobs,
+        likeliest=args.likeliest,
         kv_memory=args.kv_memory,
         prefix_cache=not args.no_prefix_cache,
+        shared_chunks=shared_chunks(pair.models, args.prefill_tokens),
     )
-    engine = build_engine(
+    return pair.target, build_engine(
         pair,
         config,
         args.mode,
@@ -155,6 +181,14 @@ def make_server(args: argparse.Namespace) -> "Server":
         cost_dir=args.cost_dir,
         progress=sys.stderr.isatty(),
     )
+
+
+def make_server(args: argparse.Namespace, target: Target, engine: Engine) -> "Server":
+    """What answers for an engine; `args` are `parse`'s."""
+    from dcut_jax.serve.app import Server
+    from dcut_jax.serve.protocol import Served
+    from dcut_jax.serve.scheduler import Limits, Scheduler
+
     limits = Limits(
         queue=args.queue,
         per_client=args.per_client,
@@ -163,13 +197,16 @@ def make_server(args: argparse.Namespace) -> "Server":
         prefill_tokens=args.prefill_tokens,
     )
     served = Served(
-        args.name or pair.target.name,
-        text,
+        args.name or target.name,
+        target.text(),
         args.max_length,
         not args.no_logprobs,
         choices=args.choices,
+        likeliest=args.likeliest,
     )
-    return Server(served, Scheduler(engine, limits), limits, tuple(args.api_key))
+    alive = engine.alive if isinstance(engine, Leader) else None
+    scheduler = Scheduler(engine, limits, alive=alive)
+    return Server(served, scheduler, limits, tuple(args.api_key))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -184,7 +221,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"serving needs packages of the extra `serve`, found {error}; run "
             f"`pip install 'dcut-jax[serve]'`"
         ) from error
-    server = make_server(args)
+    target, engine = make_engine(args)
+    if several():
+        lines = meet(args.coordinator)
+        if not first():
+            text = target.text()
+            try:
+                with lines[0].makefile() as calls:
+                    follow(engine, calls, lambda strings: StopStrings(text, strings))
+            except Lost as error:
+                leave(error)
+            return 0
+        engine = cast(Engine, Leader(engine, lines))
+    server = make_server(args, target, engine)
     scheduler = server.scheduler
 
     class Draining(uvicorn.Server):
@@ -232,9 +281,28 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{scheduler.engine.shapes.pages} pages, mode {args.mode}; at {where}",
             flush=True,
         )
+        if isinstance(engine, Leader):
+            tasks.append(loop.create_task(end_when_broken(engine)))
         await http.serve([listening])
 
+    async def end_when_broken(leader: Leader) -> None:
+        """Of several processes none can go on alone: all have to be started again."""
+        stuck_s = 0.0  # in a step that others will never take part in
+        while scheduler.failure is None and stuck_s < STUCK_S:
+            await asyncio.sleep(LOOK_S)
+            stuck_s += LOOK_S if leader.lost is not None else 0.0
+        if scheduler.failure is None and leader.lost is not None:
+            leave(Lost(leader.lost))
+        http.should_exit = True
+
     loop.run_until_complete(serve())
+    if isinstance(engine, Leader):
+        if scheduler.failure is not None:
+            leave(scheduler.failure)
+        try:
+            engine.end()
+        except Lost as error:
+            leave(error)
     return 1 if scheduler.failure else 0
 
 

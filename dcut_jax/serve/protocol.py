@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from dcut_jax.engine.requests import Origin, Request
+from dcut_jax.engine.requests import Likeliest, Origin, Request
 from dcut_jax.serve import schema
 from dcut_jax.serve.scheduler import News
 from dcut_jax.serve.schema import BadField
@@ -31,6 +31,7 @@ class Served:
       name: of the model, in requests and answers.
       max_length: longest prompt plus output, in tokens.
       logprobs: whether there are any.
+      likeliest: of how many tokens they are told beside the one that was taken.
       choices: texts that one request may ask for.
     """
 
@@ -39,6 +40,7 @@ class Served:
     max_length: int
     logprobs: bool
     choices: int
+    likeliest: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -49,7 +51,7 @@ class Ask:
     Attributes:
       requests: one per text, in the order of choices.
       stops: what ends the texts beside end tokens.
-      top_logprobs: whether the token that was taken is listed as the most likely one.
+      top_logprobs: how many of the most likely tokens are listed.
       wait_s: time after which nobody wants the answer.
       prompt_tokens: of all prompts, each counted once.
     """
@@ -60,7 +62,7 @@ class Ask:
     stream: bool
     include_usage: bool
     logprobs: bool
-    top_logprobs: bool
+    top_logprobs: int
     origins: bool
     wait_s: float
     prompt_tokens: int
@@ -221,10 +223,8 @@ def _new_tokens(
     return wanted
 
 
-def _logprobs(
-    kind: Kind, given: Mapping[str, Any], served: Served
-) -> tuple[bool, bool]:
-    """Whether log-probabilities are wanted, and whether the likeliest is."""
+def _logprobs(kind: Kind, given: Mapping[str, Any], served: Served) -> tuple[bool, int]:
+    """Whether log-probabilities are wanted, and of how many of the likeliest tokens."""
     asked = given.get("logprobs", False)
     wanted = asked if kind == "chat" else asked is not False
     top = int(given.get("top_logprobs", 0)) if kind == "chat" else int(asked)
@@ -238,15 +238,17 @@ def _logprobs(
             "logprobs",
             "unsupported_parameter",
         )
-    if top and given.get("temperature", 1.0) != 0:
+    taken = top == 1 and given.get("temperature", 1.0) == 0  # then it is the likeliest
+    if top > served.likeliest and not taken:
         name = "top_logprobs" if kind == "chat" else "logprobs"
         raise BadField(
-            f"{name}: the most likely token is known only where it is the one taken, "
-            f"with temperature 0; ask for 0.",
+            f"{name}: this server tells the {served.likeliest} most likely tokens, and "
+            f"with temperature 0 the one that is taken; ask for no more, or start it "
+            f"with --likeliest {top}.",
             name,
             "unsupported_parameter",
         )
-    return wanted, bool(top)
+    return wanted, top
 
 
 def _stops(given: Mapping[str, Any], served: Served) -> StopStrings | None:
@@ -265,12 +267,17 @@ def _stops(given: Mapping[str, Any], served: Served) -> StopStrings | None:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one token brought: its id, log-probability, origin, and certain text."""
+    """What one token brought: its id, log-probability, origin, and certain text.
+
+    `likeliest`: the most likely tokens in its place, as many as the server tells; where
+    it tells none, the one that was taken.
+    """
 
     token: int
     logprob: float | None
     origin: Origin
     text: str
+    likeliest: Likeliest = ()
 
 
 class Choice:
@@ -288,10 +295,17 @@ class Choice:
     def take(self, news: News) -> list[Piece]:
         """Takes in news of a text that goes well; returns what they brought."""
         logprobs = news.logprobs or (None,) * len(news.tokens)
+        likeliest = news.likeliest or ((),) * len(news.tokens)
         found = [
-            Piece(token, logprob, origin, self._stream.add(token))
-            for token, logprob, origin in zip(
-                news.tokens, logprobs, news.origins, strict=True
+            Piece(
+                token,
+                logprob,
+                origin,
+                self._stream.add(token),
+                some or ((token, _finite(logprob)),),
+            )
+            for token, logprob, origin, some in zip(
+                news.tokens, logprobs, news.origins, likeliest, strict=True
             )
         ]
         if news.end is not None:
@@ -322,23 +336,32 @@ class Choice:
             for p in some
         ]
         if self.ask.kind == "chat":
-            content = [_entry(token, logprob) for token, logprob, _ in known]
-            if self.ask.top_logprobs:
-                content = [e | {"top_logprobs": [e.copy()]} for e in content]
-            else:
-                content = [e | {"top_logprobs": []} for e in content]
+            content = [
+                _entry(token, logprob)
+                | {"top_logprobs": [_entry(*pair) for pair in self._top(piece)]}
+                for token, logprob, piece in known
+            ]
             return {"content": content, "refusal": None}
         offsets = []
         for _, _, piece in known:
             offsets.append(self._offset)
             self._offset += len(piece.text)
-        top = [{token: logprob} for token, logprob, _ in known]
+        # The one that was taken is always there, as with OpenAI.
+        top = [dict(self._top(p)) | {t: logprob} for t, logprob, p in known]
         return {
             "tokens": [token for token, _, _ in known],
             "token_logprobs": [logprob for _, logprob, _ in known],
             "top_logprobs": top if self.ask.top_logprobs else None,
             "text_offset": offsets,
         }
+
+    def _top(self, piece: Piece) -> list[tuple[str, float]]:
+        """The most likely tokens in a place, as text, as many as were asked for."""
+        some = piece.likeliest[: self.ask.top_logprobs]
+        return [
+            (self._decode([token], keep_special=True), _finite(logprob))
+            for token, logprob in some
+        ]
 
 
 def _finite(logprob: float | None) -> float:

@@ -23,7 +23,7 @@ from ray.serve.request_router import (
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dcut_jax.serve.__main__ import make_server, parse
+from dcut_jax.serve.__main__ import make_engine, make_server, parse
 from dcut_jax.serve.app import make_app
 from dcut_jax.serve.routing import weighted_order, weights
 
@@ -61,7 +61,8 @@ class Replica:
     """
 
     def __init__(self, flags: list[str]) -> None:
-        self.server = make_server(parse(flags))
+        args = parse(flags)
+        self.server = make_server(args, *make_engine(args))
         self.name = serve.get_replica_context().replica_id.unique_id
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -109,7 +110,7 @@ def build(args: dict[str, Any]) -> serve.Application:
             f'expected flags to be a list of texts, as in ["--slots", "8"], found '
             f"{flags!r}"
         )
-    parsed = _refuse_address(parse(flags))
+    parsed = _refuse_unfit(parse(flags))
     replica = serve.deployment(
         Replica,  # type: ignore[arg-type]
         name="dcut",
@@ -129,7 +130,12 @@ def build(args: dict[str, Any]) -> serve.Application:
     return replica.bind(flags)
 
 
-def _refuse_address(parsed: argparse.Namespace) -> argparse.Namespace:
+def _refuse_unfit(parsed: argparse.Namespace) -> argparse.Namespace:
+    if parsed.processes:
+        raise ValueError(
+            "a replica is one process: expected no --coordinator, --processes or "
+            "--process-id; give it a --mesh of its own devices"
+        )
     for name in ("host", "port"):
         if getattr(parsed, name) != getattr(parse([]), name):
             raise ValueError(

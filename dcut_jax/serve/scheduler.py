@@ -1,8 +1,9 @@
 """One thread that owns the engine, and the queue in front of it.
 
 Whoever asks lives in an event loop; the engine's thread prefills, steps, and hands what
-came of it back to that loop. A prompt goes through the target in chunks between steps,
-a bounded number of tokens at a time, so that those who decode do not wait for it.
+came of it back to that loop. A prompt goes through the target in chunks, a bounded
+number of tokens at a time, so that those who decode do not wait for it: with their
+steps, where the engine takes chunks along, and else between two of them.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dcut_jax.engine.engine import Engine
-from dcut_jax.engine.requests import Completion, Origin, Request
+from dcut_jax.engine.requests import Completion, Likeliest, Origin, Request
 from dcut_jax.engine.slots import Prefill
 from dcut_jax.serve.watch import Watch
 
@@ -39,7 +40,8 @@ class Limits:
       per_client: requests that one client may have under way.
       body_bytes: of a request.
       choices: texts that one request may ask for.
-      prefill_tokens: of prompts, between two steps of those who decode.
+      prefill_tokens: of prompts, between two steps of those who decode; of an engine
+        that takes chunks along, those are what counts.
     """
 
     queue: int = 256
@@ -69,6 +71,7 @@ class News:
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
+    likeliest: tuple[Likeliest, ...] = ()
     origins: tuple[Origin, ...] = ()
     end: End | None = None
 
@@ -114,6 +117,7 @@ class Scheduler:
       engine: nobody else may touch it from `start` to `stop`.
       on_step: called in the engine's thread before each step; for tests that break
         things.
+      alive: called in that thread now and then; raises where the engine is of no use.
     """
 
     def __init__(
@@ -122,11 +126,13 @@ class Scheduler:
         limits: Limits,
         watch: Watch | None = None,
         on_step: Callable[["Scheduler"], None] | None = None,
+        alive: Callable[[], None] | None = None,
     ) -> None:
         self.engine = engine
         self.limits = limits
         self.watch = watch or Watch(engine)
         self.on_step = on_step
+        self.alive = alive
         self.failure: BaseException | None = None
         self.draining = False
         self._stopping = False
@@ -195,8 +201,8 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Texts in the queue."""
-        return len(self._queue)
+        """Texts in the queue, and the one whose prompt is being run."""
+        return len(self._queue) + (self._next is not None)
 
     # -- the engine's thread ------------------------------------------------------
 
@@ -223,6 +229,8 @@ class Scheduler:
             while not self._stopping and not self.busy:
                 if self.draining:
                     self._tell_idle()
+                if self.alive is not None:
+                    self.alive()
                 self.watch.publish(self, now=True)
                 self._changed.wait(1.0)  # what was a moment ago is over then
             return not self._stopping
@@ -237,12 +245,12 @@ class Scheduler:
     def _turn(self) -> None:
         """One round: who has left, prompts, a step, and what came of it."""
         self._drop_unwanted()
-        self._prefill()
+        beside = self._prefill()
         if self.engine.running:
             if self.on_step is not None:
                 self.on_step(self)
             self.watch.before_step()
-            self.engine.step()
+            self.engine.step(beside)
             self.watch.after_step()
         self._report()
         self.watch.publish(self)
@@ -270,21 +278,27 @@ class Scheduler:
                 gone.append(job)
         self._deliver([(job, News(end=why(job))) for job in gone])
 
-    def _prefill(self) -> None:
-        """Some chunks of prompts, as many as those who decode may be asked to wait."""
+    def _prefill(self) -> Prefill | None:
+        """Some chunks of prompts, as many as those who decode may be asked to wait.
+
+        Returns:
+          The prompt of which the coming step is to take a chunk along, if it can.
+        """
         spent = 0
         while spent < self.limits.prefill_tokens or not self.engine.running:
             self._next = self._next or self._take()
             job = self._next
             if job is None:
-                return
+                return None
             if self._begun is None:
                 self._begun = self.engine.begin_prefill(job.request)
+            if self._begun.left and self.engine.active and self.engine.shapes.chunks:
+                return self._begun
             if self._begun.left:
                 spent += self.engine.prefill_chunk(self._begun)
             if not self._begun.left:
                 if not self.engine.admits(job.request):
-                    return  # others came to need the pages that were there
+                    return None  # others came to need the pages that were there
                 ready = self.engine.end_prefill(self._begun)
                 job.completion = self.engine.admit(ready)
                 self.running.append(job)
@@ -292,7 +306,8 @@ class Scheduler:
                 self._next = self._begun = None
                 self._report()
             if job.cancelled:  # by now; a long prompt is not run to its end
-                return
+                return None
+        return None
 
     def _take(self) -> Job | None:
         """The job whose turn it is, if there are a slot and pages for it."""
@@ -323,6 +338,7 @@ class Scheduler:
                         News(
                             tuple(done.tokens[since:]),
                             tuple(done.logprobs[since:]),
+                            tuple(done.likeliest[since:]),
                             tuple(done.origins[since:]),
                             end,
                         ),

@@ -228,9 +228,10 @@ CHAT: Schema = _request(
         ),
         "logprobs": boolean("Whether tokens come with their log-probabilities."),
         "top_logprobs": integer(
-            "0, or with temperature 0 also 1: the token that was taken.",
+            "How many of the most likely tokens come with each, as far as this server "
+            "tells them; with temperature 0 always 1, the token that was taken.",
             minimum=0,
-            maximum=1,
+            maximum=20,
         ),
         **_UNSUPPORTED_CHAT,
     },
@@ -248,9 +249,10 @@ COMPLETION: Schema = _request(
         ),
         **_COMMON,
         "logprobs": integer(
-            "Tokens with their log-probabilities: 0, or with temperature 0 also 1.",
+            "Tokens come with their log-probabilities, and with those of so many of "
+            "the most likely ones; see top_logprobs of chats.",
             minimum=0,
-            maximum=1,
+            maximum=5,
         ),
         "best_of": only(1, None),
         "echo": only(False, None),

@@ -101,7 +101,10 @@ class Watch:
         self.texts = counter("texts", "Texts that ended, by why", ("end",))
         self.drafts = counter("drafts", "Drafts verified", ("result",))
         self.steps = counter("steps", "Decode steps: plain, full, planned", ("kind",))
-        self.tiers = counter("tier_steps", "Decode steps by rows", ("rows",))
+        self.tiers = counter(
+            "tier_steps", "Decode steps by rows, a prompt's among them", ("rows",)
+        )
+        self.shared = counter("shared_steps", "Decode steps with a chunk of a prompt")
         self.answers = counter("http_responses", "HTTP responses", ("path", "code"))
         self.phase = histogram("step_phase_ms", "Sampled steps", _STEP_MS, "phase")
         self.ttft = histogram("ttft_seconds", "Arrival to first token", _SECONDS)
@@ -127,8 +130,10 @@ class Watch:
             kind = "planned" if record.decision is not None else kind
             self._kinds[kind] += 1
             self.steps.labels(kind).inc()
-            self._tiers[record.rows] += 1
-            self.tiers.labels(record.rows).inc()
+            rows = record.rows + record.prompt_rows
+            self._tiers[rows] += 1
+            self.tiers.labels(rows).inc()
+            self.shared.inc(record.prompt_rows > 0)
             for phase, ms in record.phase_ms.items():
                 self.phase.labels(phase).observe(ms)
                 self._phases[phase] = ms

@@ -169,3 +169,25 @@ def test_a_table_without_a_cell_does_not_cover():
     assert not covers(replace(table, draft=less), wanted())
     assert not covers(table, replace(wanted(), slots=16))
     assert covers(table, Wanted(8, (7,), (), (), CONTEXTS))
+
+
+def test_a_chunk_of_a_prompt_makes_a_step_longer_and_is_fitted_like_one():
+    def wanted(slots):
+        shapes = StepShapes(
+            slots=slots, positions=0, width=16, stops=0, chunks=(32, 128), shards=4
+        )
+        return wanted_costs([DCutPolicy(CostTable.empty())], shapes, CONTEXTS)
+
+    table = select(HERE, wanted(8), TARGET, DRAFTER)
+    assert {key[3] for key in table.share} == {32, 128}
+    for (B, rows, width, chunk, context), [ms] in table.share.items():
+        [alone] = table.verify[B, rows, width, context]
+        assert ms > alone
+        if chunk == 128:
+            assert ms > table.share[B, rows, width, 32, context][0]
+    # Measured of another batch size, and of steps without a prompt alone.
+    stored = replace(as_measured(table, scale=2.0, fixed=1.0), share={})
+    fitted = select(HERE, wanted(16), TARGET, DRAFTER, stored=stored)
+    bare = select(HERE, wanted(16), TARGET, DRAFTER)
+    for key, [ms] in bare.share.items():
+        assert fitted.share[key][0] == pytest.approx(1.0 + 2.0 * ms, rel=1e-3)

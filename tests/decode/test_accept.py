@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dcut_jax.decode.accept import accept
+from dcut_jax.decode.sample import Likeliest
 from dcut_jax.decode.state import BROKEN, NO_STOP, DecodeState, from_wire, to_wire
 from dcut_jax.decode.steps import widen
 
@@ -233,7 +234,7 @@ def test_a_row_without_a_token_ends_the_request_once_it_is_reached(draft, tokens
     assert bool(after.active_B[0]) != reached
 
 
-@pytest.mark.parametrize("logprobs", [False, True])
+@pytest.mark.parametrize("logprobs", [0, 1, 3])
 def test_the_wire_form_comes_back(logprobs):
     outcome, _ = accept(
         jnp.asarray([PREDICTED] * 2),
@@ -244,6 +245,10 @@ def test_the_wire_form_comes_back(logprobs):
     if logprobs:
         logp_BW = jnp.asarray([[-0.0, -1e-30, -7.25, -np.inf]] * 2, jnp.float32)
         outcome = replace(outcome, logp_BW=logp_BW)
+    if logprobs > 1:
+        token_BWL = jnp.arange(16, dtype=jnp.int32).reshape(2, 4, 2)
+        logp_BWL = -jnp.arange(16, dtype=jnp.float32).reshape(2, 4, 2) / 7
+        outcome = replace(outcome, likeliest=Likeliest(token_BWL, logp_BWL))
     wire_BX = to_wire(widen(outcome, 13))
     assert wire_BX.dtype == jnp.int32
     back = from_wire(np.asarray(wire_BX), logprobs)
@@ -256,3 +261,9 @@ def test_the_wire_form_comes_back(logprobs):
         np.testing.assert_array_equal(back.logp_BW[:, :4], outcome.logp_BW)
     else:
         assert back.logp_BW is None
+    if logprobs > 1:
+        for got, want in zip(back.likeliest_BWL, (token_BWL, logp_BWL), strict=True):
+            assert got.shape == (2, 13, 2)
+            np.testing.assert_array_equal(got[:, :4], want)
+    else:
+        assert back.likeliest_BWL is None

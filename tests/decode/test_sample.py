@@ -1,5 +1,7 @@
 """Drawing tokens: which remain, with what frequency, and what does not matter."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,11 +12,13 @@ from dcut_jax.decode.sample import (
     Sampling,
     greedy,
     keep,
+    likeliest,
     log_probability,
     next_token,
     pick,
     weights,
 )
+from dcut_jax.mesh import make_placement
 
 VOCAB = 300  # two blocks of the search and a part of one
 
@@ -191,3 +195,25 @@ class TestLogProbability:
         best = top1(jnp.asarray(draw_logits(64)))
         got = log_probability(jnp.asarray(draw_logits(64)), best.token)
         np.testing.assert_array_equal(got, best.logp)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_the_likeliest_tokens(shards):
+    logits_TV = draw_logits()
+    logits_TV[1, [7, 250, 31]] = 11.0  # ties go to the lower index, on every device
+    run = partial(likeliest, count=3)
+    if shards > 1:
+        run = jax.shard_map(
+            partial(run, over="model"),
+            mesh=make_placement({"model": shards}, "tp").mesh,
+            in_specs=jax.P(None, "model"),
+            out_specs=jax.P(),
+            check_vma=False,
+        )
+    got = jax.jit(run)(logits_TV)
+    order_TV = np.argsort(-logits_TV, axis=1, kind="stable")
+    np.testing.assert_array_equal(got.token, order_TV[:, :3])
+    assert got.token[1].tolist() == [7, 31, 250]
+    for row, tokens, logp in zip(logits_TV, got.token, got.logp, strict=True):
+        want = np.log(probabilities(row))[np.asarray(tokens)]
+        np.testing.assert_allclose(logp, want, atol=1e-5)

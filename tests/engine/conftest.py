@@ -105,7 +105,13 @@ def compiler(pair):
 def invented_table():
     """From a policy and shapes to a table with all its cells, at times one makes up."""
 
-    def make(policy, shapes, verify_ms, draft_ms=lambda width: 1e-3):
+    def make(
+        policy,
+        shapes,
+        verify_ms,
+        draft_ms=lambda width: 1e-3,
+        own_ms=lambda chunk: 0.1 * chunk,
+    ):
         B = shapes.slots
         return CostTable(
             CostTable.empty().fingerprint,
@@ -116,6 +122,11 @@ def invented_table():
             },
             plan={(B,): (1e-3,)},
             catch_up={(B, steps): (1e-6,) for steps in CATCH_UPS},
+            share={
+                (B, lay.rows, lay.width, chunk, 128): (verify_ms(lay) + own_ms(chunk),)
+                for lay in policy.shared(shapes)
+                for chunk in shapes.chunks
+            },
         )
 
     return make

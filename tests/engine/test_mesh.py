@@ -279,7 +279,7 @@ def test_every_mesh_strategy_and_tier_gives_one_text(
 def test_draws_and_log_probabilities_are_those_of_one_device(
     wide_pair, requests, sizes, strategy
 ):
-    config = replace(CONFIG, sampling=True, logprobs=True)
+    config = replace(CONFIG, sampling=True, logprobs=True, likeliest=3)
     drawn = [
         replace(r, temperature=0.8, top_p=0.95, seed=i) if i % 3 else r
         for i, r in enumerate(requests)
@@ -290,3 +290,5 @@ def test_draws_and_log_probabilities_are_those_of_one_device(
     assert [c.tokens for c in got] == [c.tokens for c in want]
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-4)
+        for mine, its in zip(a.likeliest, b.likeliest, strict=True):
+            assert [t for t, _ in mine] == [t for t, _ in its]

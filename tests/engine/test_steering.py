@@ -289,7 +289,7 @@ class TestBypass:
         )
         engine.generate([Request(p, 30) for p in EASY])
         assert all(r.decision is not None for r in engine.records)
-        assert engine.steering.chooser.next(engine.steering._costs[1]) == Choice(
+        assert engine.steering.chooser.next(engine.steering._costs) == Choice(
             shapes.width - 1, planned=True
         )
 

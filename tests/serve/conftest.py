@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
+import jax
 import jax.numpy as jnp
 import pytest
 import uvicorn
@@ -83,13 +84,20 @@ def dcut(shapes):
         verify=verify,
         plan={(B,): (1e-3,)},
         catch_up={(B, steps): (1e-6,) for steps in CATCH_UPS},
+        share={
+            (B, lay.rows, lay.width, chunk, 128): (2.0 + 0.06 * lay.rows,)
+            for lay in policy.shared(shapes)
+            for chunk in shapes.chunks
+        },
     )
     return replace(policy, table=table)
 
 
 @pytest.fixture(scope="session")
 def config():
-    return EngineConfig(SLOTS, MAX_LENGTH, 1, sampling=True, logprobs=True)
+    settings = {"sampling": True, "logprobs": True, "likeliest": 2}
+    settings["shared_chunks"] = (32,)
+    return EngineConfig(SLOTS, MAX_LENGTH, 1, **settings)
 
 
 @pytest.fixture(scope="session")
@@ -103,7 +111,9 @@ def plain(tiny, config):
     """From requests to what plain decoding emits for them, one after the other."""
     models = Models(tiny.target, None, {"target": tiny.params["target"]})
     compiler = Compiler(models, "float32")
-    engine = Engine(models, config, ArPolicy(), compiler=compiler)
+    engine = Engine(
+        models, replace(config, shared_chunks=()), ArPolicy(), compiler=compiler
+    )
     known = {}
 
     def decode(request):
@@ -126,7 +136,7 @@ class Live:
         self.text = text
         self.engine = engine
         self.scheduler = Scheduler(engine, limits, on_step=on_step)
-        served = Served(NAME, text, MAX_LENGTH, True, limits.choices)
+        served = Served(NAME, text, MAX_LENGTH, True, limits.choices, 2)
         self.served = served
         self.server = Server(served, self.scheduler, limits, **options)
         config = uvicorn.Config(
@@ -206,3 +216,16 @@ def live(start):
 @pytest.fixture(scope="session")
 def helpers():
     return SimpleNamespace(NAME=NAME, SLOTS=SLOTS, MAX_LENGTH=MAX_LENGTH)
+
+
+@pytest.fixture(scope="session")
+def compilations():
+    """Names of all that JAX has compiled since; clear it and look again."""
+    names = []
+
+    def listen(event, duration, **details):
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(details.get("fun_name"))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    return names

@@ -132,6 +132,28 @@ class TestDetails:
         assert len(chat["logprobs"]["content"]) == 4
         assert all(e["logprob"] <= 0 for e in chat["logprobs"]["content"])
 
+    def test_the_likeliest_tokens(self, live, plain, text):
+        request = Request(tuple(text.encode("ab")), 6, temperature=0.9, seed=4)
+        want = plain(request).likeliest
+        heat = {"temperature": 0.9, "seed": 4, "ignore_eos": True, "max_tokens": 6}
+        got = live.post(prompt="ab", logprobs=2, **heat).json()["choices"][0]
+        found = got["logprobs"]
+        for told, token, logp, some in zip(
+            found["top_logprobs"],
+            found["tokens"],
+            found["token_logprobs"],
+            want,
+            strict=True,
+        ):
+            expected = {text.decode([t], keep_special=True): p for t, p in some}
+            assert told == pytest.approx(expected | {token: logp}, abs=1e-4)
+        asked = {"logprobs": True, "top_logprobs": 2}
+        chat = live.post(CHAT, **asked, **heat).json()["choices"][0]["logprobs"]
+        for entry in chat["content"]:
+            first, second = entry["top_logprobs"]
+            assert first["logprob"] >= second["logprob"]
+            assert first["logprob"] >= entry["logprob"]
+
     def test_how_tokens_came(self, live):
         got = live.post(
             prompt="ab", max_tokens=60, temperature=0, return_origins=True
@@ -166,8 +188,8 @@ class TestRefusals:
             (COMPLETION, {"stop": ["a"] * 5}, "stop", "invalid_value"),
             (COMPLETION, {"n": 17}, "n", "invalid_value"),
             (COMPLETION, {"echo": True}, "echo", "unsupported_parameter"),
-            (COMPLETION, {"logprobs": 1}, "logprobs", "unsupported_parameter"),
-            (COMPLETION, {"logprobs": 5}, "logprobs", "invalid_value"),
+            (COMPLETION, {"logprobs": 3}, "logprobs", "unsupported_parameter"),
+            (COMPLETION, {"logprobs": 6}, "logprobs", "invalid_value"),
             (COMPLETION, {"stream_options": {}}, None, None),
             (CHAT, {"messages": []}, "messages", "invalid_value"),
             (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content", None),

@@ -18,7 +18,10 @@ from dcut_jax.serve.scheduler import Limits
         (["--drain-s", "-1"], "at least 0"),
         (["--slots", "0"], ">= 1"),
         (["--api-key", ""], "empty"),
-        (["--processes", "2"], "one process serves"),
+        (
+            ["--processes", "2", "--costs", "roofline"],
+            "rates of its own",
+        ),
     ],
 )
 def test_flags_that_cannot_be(words, message, capsys):

@@ -170,16 +170,11 @@ def test_the_more_important_goes_first(start):
     assert ended.index("high") < ended.index("low")
 
 
-def test_a_long_prompt_does_not_stop_those_who_decode(start, monkeypatch):
-    live = start(limits=Limits(prefill_tokens=32))
-    engine, order = live.engine, []
-    chunk, step = engine.prefill_chunk, engine.step
-    monkeypatch.setattr(
-        engine, "prefill_chunk", lambda b: order.append(chunk(b)) or order[-1]
-    )
-    monkeypatch.setattr(engine, "step", lambda: order.append("step") or step())
-    gate = Gate()
-    live.scheduler.on_step = gate
+def test_a_long_prompt_does_not_stop_those_who_decode(start):
+    gate, records = Gate(), []
+    live = start(on_step=gate)
+    told = live.engine.on_outcome
+    live.engine.on_outcome = lambda *news: (records.append(news[0]), told(*news))
     decoding = in_threads(1, lambda i: live.post(max_tokens=200, ignore_eos=True))
     gate.held.wait(60)
     long = in_threads(1, lambda i: live.post(prompt=[5] * 190, max_tokens=1))
@@ -187,9 +182,38 @@ def test_a_long_prompt_does_not_stop_those_who_decode(start, monkeypatch):
         gate.held.wait(0.01)
     gate.open.set()
     join([*decoding, *long])
+    along = [record for record in records if record.prompt_rows]
+    assert [record.prompt_rows for record in along] == [32] * 6
+    assert all(record.committed > 0 for record in along)
+    live.settle()
+    live.scheduler.watch.publish(live.scheduler, now=True)
+    lines = live.http.get("/metrics").text.splitlines()
+    assert "dcut_shared_steps_total 6.0" in lines
+    assert live.http.get("/live").json()["tiers"].keys() & {
+        str(record.rows + 32) for record in along
+    }
+
+
+def test_where_none_goes_along_prompts_run_between_steps(serve, text, tiny):
+    models = Models(tiny.target, None, {"target": tiny.params["target"]})
+    engine = Engine(models, EngineConfig(3, 224, 1, sampling=True), ArPolicy())
+    gate, order = Gate(), []
+    chunk, step = engine.prefill_chunk, engine.step
+    engine.prefill_chunk = lambda b: order.append(chunk(b)) or order[-1]
+    engine.step = lambda beside: order.append("step") or step(beside)
+    live = serve(engine, text, limits=Limits(prefill_tokens=32), on_step=gate)
+    try:
+        decoding = in_threads(1, lambda i: live.post(max_tokens=200, ignore_eos=True))
+        gate.held.wait(60)
+        long = in_threads(1, lambda i: live.post(prompt=[5] * 190, max_tokens=1))
+        while not live.scheduler.waiting:
+            gate.held.wait(0.01)
+        gate.open.set()
+        join([*decoding, *long])
+    finally:
+        live.stop()
     first = order.index(128)
-    assert order[first + 1] == "step"
-    assert order[first + 2] == 62 or "step" in order[first + 1 : order.index(62)]
+    assert "step" in order[first + 1 : order.index(62)]
 
 
 @pytest.mark.parametrize("stream", [False, True])
