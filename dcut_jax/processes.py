@@ -8,13 +8,18 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 
 import jax
 import numpy as np
+from jax._src import distributed  # has the one barrier that waits for long
 from jax.experimental import multihost_utils
 
 from dcut_jax.config import ConfigError
 
+# Compiling takes so long at most.
+START_S = 1800.0
+_MET = count()
 # A process that hangs is missed after this long; one that dies, mostly at once.
 HEARTBEAT_S = 30
 
@@ -45,6 +50,17 @@ def join(
     jax.distributed.initialize(
         coordinator, processes, process_id, heartbeat_timeout_seconds=HEARTBEAT_S
     )
+
+
+def wait_for_all() -> None:
+    """Waits until every process is here, however long the others take to compile.
+
+    The first collective waits for half a minute only. Each process calls it as often.
+    """
+    if several():
+        client = distributed.global_state.client
+        assert client is not None, "several processes that never joined"
+        client.wait_at_barrier(f"dcut-{next(_MET)}", int(START_S * 1e3))
 
 
 def several() -> bool:

@@ -41,7 +41,7 @@ from dcut_jax.engine.slots import (
 )
 from dcut_jax.engine.steering import Steering
 from dcut_jax.models.cache import CHUNK, NO_PAGE, capacity
-from dcut_jax.processes import several
+from dcut_jax.processes import several, wait_for_all
 
 PREFILL_CHUNKS = (32, 128)
 KEPT_RECORDS = 100_000  # of the newest steps, at least
@@ -147,6 +147,7 @@ class Engine:
         if isinstance(policy, DCutPolicy):
             jobs.append(partial(exe.decide, shapes, policy.plan_key(shapes)))
         exe.prepare(jobs)
+        wait_for_all()
 
     # -- state -------------------------------------------------------------------
 
