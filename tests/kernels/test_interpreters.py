@@ -75,8 +75,13 @@ def on_gpu(**programs):
         ),
         **programs,
     )
-    with gpu_interpreter():
-        jax.block_until_ready(jax.jit(run)(X))
+    try:
+        with gpu_interpreter():
+            jax.block_until_ready(jax.jit(run)(X))
+    except Exception as error:  # in JAX 0.12 a race is one
+        if "race" not in str(error).lower():
+            raise
+        return True
     return gpu_races_found()
 
 
