@@ -73,8 +73,8 @@ def test_a_plan_fits_its_tier_and_keeps_prefixes(batch, objective, weighted, due
 
 
 @settings(max_examples=100, deadline=None)
-@given(batches(), st.randoms(use_true_random=False))
-def test_the_order_of_the_batch_does_not_matter(batch, random):
+@given(batches(), st.randoms(use_true_random=False), st.booleans())
+def test_the_order_of_the_batch_does_not_matter(batch, random, weighted):
     # Apart from ties, which go to the lower request: those are made to differ.
     jitter_BK = np.arange(B * K, dtype=np.float32).reshape(B, K) * 1e-3
     finite_BK = np.maximum(batch["logs_BK"] * 0.5, -20.0)  # keeps NaN
@@ -83,13 +83,23 @@ def test_the_order_of_the_batch_does_not_matter(batch, random):
     random.shuffle(order)
     per_request = ("logs_BK", "active_B", "weight_B", "due_B")
     other = batch | {name: batch[name][order] for name in per_request}
-    a = run(batch, due_B=batch["due_B"])
-    b = run(other, due_B=other["due_B"])
+    given_B = ("due_B", "weight_B") if weighted else ("due_B",)
+    a = run(batch, **{name: batch[name] for name in given_B})
+    b = run(other, **{name: other[name] for name in given_B})
     utility = np.sort(a.utility_R)
     everyone = a.budget >= batch["due_B"].sum()  # or those due would be a tie
     if everyone and utility[-1] > utility[-2] * (1 + 1e-5):
         np.testing.assert_array_equal(b.keep_B, a.keep_B[order])
         assert a.tier == b.tier
+
+
+@settings(max_examples=100, deadline=None)
+@given(batches(), st.booleans())
+def test_the_widest_tier_alone_verifies_all_that_is_known(batch, weighted):
+    only_R = np.where(np.arange(R) == R - 1, 1.0, np.inf).astype(np.float32)
+    options = {"weight_B": batch["weight_B"]} if weighted else {}
+    made = run(batch | {"cost_R": only_R}, **options)
+    np.testing.assert_array_equal(made.keep_B, selectable(batch).sum(axis=1))
 
 
 @settings(max_examples=100, deadline=None)

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
 
 from dcut_jax.config import DrafterConfig, ModelConfig, RopeConfig
 from dcut_jax.decode import steps as S
@@ -250,12 +252,29 @@ def step(models):
     return run
 
 
-@pytest.mark.parametrize("active_B", ACTIVE, ids=str)
-def test_a_step_writes_the_committed_rows_and_nothing_else(
-    models, token_BS, filled, step, active_B
+@st.composite
+def steps(draw):
+    """Who is in a step, how many drafts of each are kept, and which are spoilt."""
+    active_B = draw(st.tuples(*[st.booleans()] * B))
+    keep_B = draw(st.tuples(*[st.integers(0, WIDTH - 1)] * B))
+    room = LAYOUTS["with_padding"].rows - B
+    assume(sum(keep_B) <= room)
+    spoilt = st.sets(st.tuples(st.integers(0, B - 1), st.integers(1, WIDTH - 1)))
+    return np.array(active_B), np.array(keep_B), draw(spoilt)
+
+
+@settings(max_examples=80, deadline=None)
+@given(steps())
+@example((np.array(ACTIVE[0]), np.array([5, 4, 2, 5]), set()))
+@example((np.array(ACTIVE[1]), np.array([5, 4, 2, 5]), set()))
+def test_a_step_yields_ars_text_and_writes_the_committed_rows_alone(
+    models, token_BS, filled, step, drawn
 ):
+    active_B, keep_B, spoilt = drawn
+    next_BS = np.asarray(run_whole(models.params["target"], token_BS)[1])
     block_BW = block_of(token_BS)
-    keep_B = np.array([5, 4, 2, 5])
+    for b, w in spoilt:  # a draft that is not what the target says
+        block_BW[b, w] = (next_BS[b, LENGTHS[b] + w - 1] + 1) % TARGET.vocab
     state = state_of(block_BW[:, 0], active_B)
 
     wire, after, fresh, caches = step(
@@ -263,7 +282,6 @@ def test_a_step_writes_the_committed_rows_and_nothing_else(
     )
     outcome = from_wire(np.asarray(wire))
     count_B = outcome.count_B
-    _, next_BS = run_whole(models.params["target"], token_BS)
     for b, n in enumerate(LENGTHS):
         want = []
         while active_B[b]:
@@ -272,9 +290,10 @@ def test_a_step_writes_the_committed_rows_and_nothing_else(
             if row == keep_B[b] or block_BW[b, row + 1] != want[-1]:
                 break
         assert outcome.token_BW[b, : count_B[b]].tolist() == want
-    assert count_B[1] == (4 if active_B[1] else 0)
-    assert count_B[2] == (3 if active_B[2] else 0)
+        if not spoilt and b in (1, 2):  # their first three drafts are right
+            assert count_B[b] == (min(3, keep_B[b]) + 1 if active_B[b] else 0)
     np.testing.assert_array_equal(after.length_B, np.array(LENGTHS) + count_B)
+    np.testing.assert_array_equal(after.active_B, active_B)
     rows_B = np.where(active_B, keep_B + 1, 0)
     first_B = np.cumsum(rows_B) - rows_B
     for before, now, k, v in (
