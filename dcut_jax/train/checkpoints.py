@@ -20,6 +20,7 @@ import os
 import re
 import shutil
 import sys
+import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -172,7 +173,7 @@ class Checkpoints:
         """What to tell, once what was written in vain is out of the way."""
         step, self._writing = self._writing, None
         for unfinished in self.path.glob(UNFINISHED):
-            shutil.rmtree(unfinished, ignore_errors=True)
+            _remove(unfinished)
         self._manager.reload()
         free, there = shutil.disk_usage(self.path).free, self.steps()
         kept, then = "nothing was saved before", "it begins anew"
@@ -257,6 +258,15 @@ class Checkpoints:
             f"step {instead} is taken instead",
             file=sys.stderr,
         )
+
+
+def _remove(unfinished: Path) -> None:
+    """Removes a directory into which a thread may write a last file meanwhile."""
+    for _ in range(20):
+        shutil.rmtree(unfinished, ignore_errors=True)
+        if not unfinished.exists():
+            return
+        time.sleep(0.05)
 
 
 def checkpoints(out: Path) -> Checkpoints:

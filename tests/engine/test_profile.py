@@ -165,7 +165,7 @@ class TestFingerprint:
         there = fingerprint(pair, more, "tiny target", "tiny/drafter")
         assert here.differences(there) == [
             "sampling: False, here True",
-            "logprobs: False, here True",
+            "logprobs: 0, here 1",
         ]
 
     def test_other_kernels_are_others(self, pair, here):

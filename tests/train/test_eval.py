@@ -75,7 +75,7 @@ def outcome(count, accepted):
     zero_B = np.zeros(len(count), bool)
     accepted_B = np.array(accepted)
     return HostOutcome(
-        None, np.array(count), accepted_B, accepted_B, zero_B, None, crowded=0
+        None, np.array(count), accepted_B, accepted_B, zero_B, None, 0, None
     )
 
 
