@@ -100,6 +100,7 @@ def test_two_depths_tell_what_all_layers_take():
         assert fewer[name].total == pytest.approx(step.total, rel=0.05), name
 
 
+@pytest.mark.slow
 def test_the_command_reads_a_config_alone(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(profile, "ROWS", (1,))  # each takes seconds to compile
     raw = {

@@ -98,7 +98,12 @@ def plain(pair, compiler, requests):
 
 
 @pytest.mark.parametrize(
-    "mode", ["ar", pytest.param("fixed", marks=pytest.mark.slow), "dcut"]
+    "mode",
+    [
+        pytest.param("ar", marks=pytest.mark.slow),
+        pytest.param("fixed", marks=pytest.mark.slow),
+        "dcut",
+    ],
 )
 def test_the_texts_are_those_of_plain_decoding(
     pair, compiler, policies, requests, plain, mode, compilations
