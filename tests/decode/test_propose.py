@@ -134,7 +134,8 @@ def test_without_heads_it_is_the_top_of_the_lm_head(block):
 
     got, want = run(drawn(DFLASH), DFLASH, *block), old(hidden_BKE, head_VE)
     np.testing.assert_array_equal(got.token, want.token)
-    np.testing.assert_array_equal(got.logp, want.logp)
+    # Two programs, which sum in orders of their own.
+    np.testing.assert_allclose(got.logp, want.logp, rtol=1e-6)
 
 
 def test_ties_go_to_the_lowest_index(block):
