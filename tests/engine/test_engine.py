@@ -189,7 +189,7 @@ class TestText:
         for record in engine.records:
             assert record.active + record.kept <= record.rows
 
-    @pytest.mark.parametrize("slots", [1, 3, 4])
+    @pytest.mark.parametrize("slots", [1, 3, pytest.param(4, marks=pytest.mark.slow)])
     def test_a_choice_of_tiers_and_widths(
         self, build, shapes_of, invented_table, requests, greedy, slots
     ):
