@@ -134,8 +134,8 @@ def test_without_heads_it_is_the_top_of_the_lm_head(block):
 
     got, want = run(drawn(DFLASH), DFLASH, *block), old(hidden_BKE, head_VE)
     np.testing.assert_array_equal(got.token, want.token)
-    # Two programs, which sum in orders of their own.
-    np.testing.assert_allclose(got.logp, want.logp, rtol=1e-6)
+    # Two programs: under JAX 0.12 one rounds a last bit in another way.
+    np.testing.assert_array_max_ulp(np.asarray(got.logp), np.asarray(want.logp), 1)
 
 
 def test_ties_go_to_the_lowest_index(block):
