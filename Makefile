@@ -102,5 +102,5 @@ aot-cuda: .venv-cuda/.ready
 
 clean:
 	rm -rf .venv .venv-parity .venv-tpu .venv-cuda .venv-gpu aot-out build dist *.egg-info
-	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .jax-cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

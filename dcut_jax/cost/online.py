@@ -14,8 +14,9 @@ _TABLE_SPREAD = 0.15
 _STEP_SPREAD = 0.1
 # A correction drifts by this much per step that tells something of it.
 _DRIFT = 0.003
-# No correction is beyond a factor of two: a table that is worse has to be made anew.
-_MOST = math.log(2)
+# No correction is beyond this: a table that is worse has to be made anew.
+MOST_FACTOR = 2.0
+_MOST = math.log(MOST_FACTOR)
 # Weight of a step in the present slowdown: it remembers about twenty.
 _SLOWDOWN_RATE = 0.05
 # Beyond this, in standard deviations, a surprise is an accident: something else ran.

@@ -31,8 +31,9 @@ _DISPERSION = 1.5
 _SAVED_STEPS = 3
 # Times `probe_every` after which the narrowest width is probed whatever it costs.
 _LONGEST_SPELL = 8
-# Plain decoding is not tried again where it is further behind than costs may err.
-_COSTS_ERR = 2.0
+# Steps after which a plain step is due where drafts seem better: only by its side is it
+# seen that drafting costs more than was measured.
+_PLAIN_EVERY = 8
 
 
 class StepCosts(NamedTuple):
@@ -227,12 +228,15 @@ class WidthChooser:
       probe_every: steps after which a width is due for a look.
       probe_share: of the time, what probes may lose against the best choice.
       margin: share by which a choice with more machinery must be better.
+      costs_err: factor that a cost may be off by. Plain decoding is not tried again
+        where it is further behind.
     """
 
     widths: tuple[int, ...]
     probe_every: int = 32
     probe_share: float = 0.01
     margin: float = 0.01
+    costs_err: float = 2.0
     _looks: dict[int, _Looks] = field(default_factory=dict)
     _first_looks: float = 0.0  # requests' steps so far
     _looks_kept: int = _MOST_LOOKS
@@ -263,6 +267,8 @@ class WidthChooser:
             )
         if not 0 <= self.margin < 1:
             raise ValueError(f"margin must lie in [0, 1); found {self.margin}")
+        if not self.costs_err >= 1:
+            raise ValueError(f"costs_err must be at least 1; found {self.costs_err}")
 
     @property
     def drafting(self) -> tuple[int, ...]:
@@ -314,7 +320,7 @@ class WidthChooser:
         most = promises[best].per_ms
         some = [Choice(width, planned=True) for width in self.drafting]
         plain = promises.get(PLAIN) if 0 in self.widths else None
-        if plain is not None and plain.per_ms * _COSTS_ERR > most:
+        if plain is not None and plain.per_ms * self.costs_err > most:
             some.append(PLAIN)
         others = [choice for choice in some if choice in promises and choice != best]
         parts = max(len(others), len(self.drafting))
@@ -336,7 +342,10 @@ class WidthChooser:
             # how the last try went, for as long as tries do not lose.
             doubted = best == PLAIN and loss_ms == 0 and width not in self._charged
             affordable = budget_ms >= loss_ms
-            if forced or affordable and (doubted or waited >= self.probe_every):
+            every = (
+                min(_PLAIN_EVERY, self.probe_every) if width == 0 else self.probe_every
+            )
+            if forced or affordable and (doubted or waited >= every):
                 due[choice] = loss_ms, forced
         if not due:
             return None

@@ -6,7 +6,7 @@ from typing import get_args
 
 import numpy as np
 
-from dcut_jax.cost.online import Work
+from dcut_jax.cost.online import MOST_FACTOR, Work
 from dcut_jax.cost.select import Wanted
 from dcut_jax.cost.table import CostError, CostTable
 from dcut_jax.cut.fairness import Fairness
@@ -330,7 +330,13 @@ class DCutPolicy:
 
     def chooser(self, shapes: StepShapes) -> WidthChooser:
         widths = (0,) * self.plain + self.ladder(shapes)
-        return WidthChooser(widths, self.probe_every, self.probe_share, self.margin)
+        return WidthChooser(
+            widths,
+            self.probe_every,
+            self.probe_share,
+            self.margin,
+            costs_err=MOST_FACTOR,
+        )
 
 
 def unmeasured() -> DCutPolicy:

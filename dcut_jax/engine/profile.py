@@ -111,15 +111,15 @@ def default_directory() -> Path:
 
 
 def contexts(config: EngineConfig) -> tuple[int, ...]:
-    """Context lengths to profile: two chunks of the cache, doublings, the longest.
+    """Context lengths to profile: one page of the cache, four times as many, ..., all.
 
-    Where two lengths would be near each other the shorter is left out: a chunk more or
-    less costs too little to be worth measuring.
+    In whole pages, as attention reads them. In between, costs are linear; outside there
+    is nothing.
     """
-    longest, found, length = config.max_length - 1, [], 2 * CHUNK
+    longest, found, length = config.positions, [], CHUNK
     while 3 * length < 2 * longest:
         found.append(length)
-        length *= 2
+        length *= 4
     return (*found, longest)
 
 
@@ -149,7 +149,7 @@ def profile(
         kind: {} for kind in KEY_PARTS
     }
     for context in contexts(config):
-        ready = _fill(engine, prompt, context)
+        ready = _fill(engine, prompt, min(context, config.max_length - 1))
         label = f"batch {config.slots}, context {context}"
         steps = _steps(engine, policies, context, ready)
 

@@ -406,6 +406,7 @@ class TestCap:
         {"widths": WIDTHS, "probe_share": 0.0},
         {"widths": WIDTHS, "margin": 1.0},
         {"widths": WIDTHS, "margin": -0.1},
+        {"widths": WIDTHS, "costs_err": 0.9},
     ],
 )
 def test_senseless_options_are_refused(options):

@@ -162,8 +162,9 @@ def test_texts_follow_the_law_of_the_target(tables, law, width, share):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [0.3, pytest.param(1.0, marks=pytest.mark.slow)])
-def test_a_mixed_batch(tables, law, share):
+@pytest.mark.parametrize("width", range(1, WIDTH + 1))
+@pytest.mark.parametrize("share", SHARES)
+def test_a_mixed_batch(tables, law, width, share):
     # Every third request is greedy; it has one text, whatever its neighbours draw.
     greedy_B = np.arange(DRAWS) % 3 == 0
     temperature_B = jnp.where(greedy_B, 0.0, 1.0)
@@ -172,7 +173,7 @@ def test_a_mixed_batch(tables, law, share):
     want = first * VOCAB + target_VV[first].argmax()
     found = []
     for seed in range(SEEDS):
-        text_B = np.asarray(speculate(seed, tables, temperature_B, WIDTH, share))
+        text_B = np.asarray(speculate(seed, tables, temperature_B, width, share))
         assert (text_B[greedy_B] == want).all()
         found.append(passes(text_B[~greedy_B], law))
     assert sum(found) >= SEEDS - 1
@@ -181,7 +182,11 @@ def test_a_mixed_batch(tables, law, share):
 @pytest.mark.slow
 def test_a_greedy_batch_has_one_text(tables):
     cold_B = jnp.zeros(DRAWS)
-    texts = [speculate(0, tables, cold_B, w, 0.5) for w in range(1, WIDTH + 1)]
+    texts = [
+        speculate(0, tables, cold_B, width, share)
+        for width in range(1, WIDTH + 1)
+        for share in SHARES
+    ]
     assert len(np.unique(texts)) == 1
 
 

@@ -5,12 +5,15 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from dcut_jax.cost.table import CostTable
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.decode.defer import CATCH_UPS
 from dcut_jax.decode.steps import Models
+from dcut_jax.engine import engine as engine_module
+from dcut_jax.engine import steering as steering_module
 from dcut_jax.models.dense import head_VE
 from dcut_jax.weights.dflash import load_drafter
 from dcut_jax.weights.hf import load_hf
@@ -143,3 +146,34 @@ def compilations():
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     return names
+
+
+class CountingNumpy:
+    """NumPy as the engine sees it, noting every array that comes from the device."""
+
+    def __init__(self):
+        self.reads = 0
+
+    def __getattr__(self, name):
+        return getattr(np, name)
+
+    def asarray(self, x, *args, **kwargs):
+        self.reads += isinstance(x, jax.Array)
+        return np.asarray(x, *args, **kwargs)
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """Counts what is read back from the device, by `np.asarray` or otherwise."""
+    counting = CountingNumpy()
+    array = type(jnp.zeros(1))
+    value = array._value
+
+    def read(x):
+        counting.reads += 1
+        return value.fget(x)
+
+    for module in (engine_module, steering_module):
+        monkeypatch.setattr(module, "np", counting)
+    monkeypatch.setattr(array, "_value", property(read))
+    return counting

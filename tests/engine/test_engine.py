@@ -15,7 +15,6 @@ from dcut_jax.decode import sample
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.decode.steps import Models
 from dcut_jax.engine import engine as engine_module
-from dcut_jax.engine import steering as steering_module
 from dcut_jax.engine.config import EngineConfig
 from dcut_jax.engine.engine import Engine
 from dcut_jax.engine.policy import ArPolicy, DCutPolicy, FixedPolicy, unmeasured
@@ -416,37 +415,6 @@ def test_keeping_everything_is_the_path_without_a_plan(
             getattr(planned, name),
             getattr(plain, name),
         )
-
-
-class CountingNumpy:
-    """NumPy as the engine sees it, noting every array that comes from the device."""
-
-    def __init__(self):
-        self.reads = 0
-
-    def __getattr__(self, name):
-        return getattr(np, name)
-
-    def asarray(self, x, *args, **kwargs):
-        self.reads += isinstance(x, jax.Array)
-        return np.asarray(x, *args, **kwargs)
-
-
-@pytest.fixture
-def reads(monkeypatch):
-    """Counts what is read back from the device, by `np.asarray` or otherwise."""
-    counting = CountingNumpy()
-    array = type(jnp.zeros(1))
-    value = array._value
-
-    def read(x):
-        counting.reads += 1
-        return value.fget(x)
-
-    for module in (engine_module, steering_module):
-        monkeypatch.setattr(module, "np", counting)
-    monkeypatch.setattr(array, "_value", property(read))
-    return counting
 
 
 @pytest.fixture(scope="module")

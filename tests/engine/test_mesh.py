@@ -7,6 +7,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
 from dcut_jax.config import ConfigError
 from dcut_jax.cost.table import CostError, CostTable
@@ -118,11 +121,11 @@ def test_a_known_prefix_comes_to_all_shards(planned, compiler, pair, requests):
     assert paging.shard(paging.slot_for(engine_slots, (1, 2, 3), 9)) == 0
 
 
-def with_noise(x, device, noise):
-    """An array that lies on every device, with one device's copy changed."""
+def apart(x, copies):
+    """An array that lies on every device, with what each of them is to see instead."""
     parts = [
-        jax.device_put(np.asarray(s.data) + (noise if i == device else 0), s.device)
-        for i, s in enumerate(x.addressable_shards)
+        jax.device_put(copy, shard.device)
+        for copy, shard in zip(copies, x.addressable_shards, strict=True)
     ]
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
 
@@ -140,8 +143,10 @@ def noisy(planned, monkeypatch):
 
             def step(*args):
                 got = run(*args)
-                noise = rng.uniform(-9, 0, got.logp_BK.shape).astype(np.float32)
-                return replace(got, logp_BK=with_noise(got.logp_BK, device, noise))
+                seen = [np.asarray(s.data) for s in got.logp_BK.addressable_shards]
+                seen[device] = seen[device] + rng.uniform(-9, 0, seen[device].shape)
+                seen[device] = seen[device].astype(np.float32)
+                return replace(got, logp_BK=apart(got.logp_BK, seen))
 
             return step
 
@@ -184,6 +189,47 @@ def test_no_device_acts_on_a_plan_of_its_own(
         assert all((own == plan[0]).all() for own in plan)
     # The first device's word counts: its noise changes plans, another's nothing.
     assert ([plan[0].tolist() for plan in plans] == clean) == (device != 0)
+
+
+@pytest.fixture
+def deciding(planned, requests, monkeypatch):
+    """The compiled planner, and what it was given in the middle of these texts."""
+    seen = []
+    decide = planned.compiler.decide
+
+    def watched(*key):
+        run = decide(*key)
+
+        def step(*args):
+            seen.append((run, args))
+            return run(*args)
+
+        return step
+
+    monkeypatch.setattr(planned.compiler, "decide", watched)
+    texts(planned, requests)
+    return seen[len(seen) // 2]
+
+
+def test_each_device_holds_the_plan_of_the_first_ones_confidences(deciding):
+    run, (proposal, *rest) = deciding
+    shape = proposal.logp_BK.shape
+    of_a_device = arrays(np.float32, shape, elements=st.floats(-9, 0, width=32))
+
+    def plan(logp_NBK):
+        return run(replace(proposal, logp_BK=apart(proposal.logp_BK, logp_NBK)), *rest)
+
+    @settings(max_examples=40, deadline=None)
+    @given(st.lists(of_a_device, min_size=4, max_size=4))
+    def check(logp_NBK):
+        want = jax.device_get(plan(logp_NBK[:1] * 4))
+        for found, same in zip(
+            jax.tree.leaves(plan(logp_NBK)), jax.tree.leaves(want), strict=True
+        ):
+            for shard in found.addressable_shards:
+                np.testing.assert_array_equal(np.asarray(shard.data), same)
+
+    check()
 
 
 def test_what_does_not_divide_is_refused(pair, wide_pair, both_ways):

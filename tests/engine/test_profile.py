@@ -71,11 +71,13 @@ def shapes(pair):
 
 class TestProfile:
     def test_the_cells_are_those_of_the_policy(self, measured, policy, shapes):
-        (at,) = contexts(CONFIG)
-        assert at == CONFIG.max_length - 1
-        assert set(measured.draft) == {(SLOTS, 3, at), (SLOTS, 7, at)}
+        ends = contexts(CONFIG)
+        assert ends == (128, 256)
+        assert set(measured.draft) == {(SLOTS, w, at) for w in (3, 7) for at in ends}
         assert set(measured.verify) == {
-            (SLOTS, lay.rows, lay.width, at) for lay in policy.layouts(shapes)
+            (SLOTS, lay.rows, lay.width, at)
+            for lay in policy.layouts(shapes)
+            for at in ends
         }
         assert set(measured.plan) == {(SLOTS,)}
         assert set(measured.catch_up) == {(SLOTS, steps) for steps in CATCH_UPS}
@@ -88,11 +90,13 @@ class TestProfile:
         assert measured.fingerprint == here
 
     def test_progress_is_told(self, measured, progress):
-        kinds = (measured.draft, measured.verify, measured.plan, measured.catch_up)
-        steps = sum(map(len, kinds))
-        total = ROUNDS * steps
-        label = f"batch 4, context {CONFIG.max_length - 1}"
-        assert progress == [(label, i, total) for i in range(1, total + 1)]
+        of_a_context = sum(len(x) // 2 for x in (measured.draft, measured.verify))
+        total = ROUNDS * (of_a_context + len(measured.plan) + len(measured.catch_up))
+        assert progress == [
+            (f"batch 4, context {end}", i, total)
+            for end in contexts(CONFIG)
+            for i in range(1, total + 1)
+        ]
 
     def test_an_engine_runs_on_it(self, pair, compiler, measured, policy, shapes):
         own = dataclasses.replace(policy, table=measured)
@@ -107,16 +111,16 @@ class TestProfile:
     @pytest.mark.parametrize(
         ("max_length", "want"),
         [
-            (2, (1,)),
-            (128, (127,)),
-            (257, (256,)),
-            (385, (384,)),
-            (386, (256, 385)),
-            (1000, (256, 512, 999)),
-            (1025, (256, 512, 1024)),
+            (2, (128,)),
+            (128, (128,)),
+            (129, (128, 256)),
+            (384, (128, 384)),
+            (512, (128, 512)),
+            (1000, (128, 512, 1024)),
+            (2**15, (128, 512, 2048, 8192, 2**15)),
         ],
     )
-    def test_contexts_double_up_to_the_longest(self, max_length, want):
+    def test_contexts_are_whole_pages_up_to_the_longest(self, max_length, want):
         assert contexts(EngineConfig(1, max_length)) == want
 
 

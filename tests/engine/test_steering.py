@@ -368,38 +368,3 @@ def test_all_work_is_timed_from_before_it_is_dispatched(build, monkeypatch, phas
         assert seen == []
         engine.step()
         assert seen[-1:] == [(3, 3000.0)]
-
-
-@pytest.mark.slow
-def test_nothing_compiles_with_everything_on_and_requests_of_every_kind(
-    build, compilations
-):
-    config = EngineConfig(SLOTS, 200, sampling=True, logprobs=True)
-    engine = build(
-        lambda lay: 10.0 + 0.1 * lay.rows,
-        config=config,
-        correct=True,
-        fairness="proportional",
-        patience=3,
-        probe_every=3,
-        probe_share=1.0,
-    )
-    hot = {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "seed": 7}
-    requests = [
-        Request(EASY[0], 60),
-        Request(EASY[1], 50, **hot),
-        Request(HARD, 60, priority=4.0),
-        Request(EASY[2], 60, tpot_ms=11.0),
-        Request(EASY[2], 40, stop=(60,), halt=halting_after(9)),
-        Request(HARD, 45, priority=0.5, halt=halting_after(20), **hot),
-        Request((HARD * 30)[:130], 50),
-    ]
-    count = engine.compiler.count
-    compilations.clear()
-    engine.generate(requests)
-    engine.generate(requests[::-1])
-    engine.steering.reliability()
-    assert compilations == []
-    assert engine.compiler.count == count
-    kinds = {(r.width > 0, r.decision is not None) for r in engine.records}
-    assert kinds >= {(True, True), (False, False)}
