@@ -235,7 +235,7 @@ class WidthChooser:
     widths: tuple[int, ...]
     probe_every: int = 32
     probe_share: float = 0.01
-    margin: float = 0.01
+    margin: float = 0.02
     costs_err: float = 2.0
     _looks: dict[int, _Looks] = field(default_factory=dict)
     _first_looks: float = 0.0  # requests' steps so far

@@ -122,7 +122,7 @@ class DCutPolicy:
     ratios: tuple[float, ...] | None = None
     probe_every: int = 32
     probe_share: float = 0.01
-    margin: float = 0.01
+    margin: float = 0.02
 
     @classmethod
     def published(cls, table: CostTable) -> "DCutPolicy":
