@@ -234,7 +234,7 @@ class WidthChooser:
 
     widths: tuple[int, ...]
     probe_every: int = 32
-    probe_share: float = 0.01
+    probe_share: float = 0.005
     margin: float = 0.02
     costs_err: float = 2.0
     _looks: dict[int, _Looks] = field(default_factory=dict)

@@ -121,7 +121,7 @@ class DCutPolicy:
     objective: Objective = "tokens"
     ratios: tuple[float, ...] | None = None
     probe_every: int = 32
-    probe_share: float = 0.01
+    probe_share: float = 0.005
     margin: float = 0.02
 
     @classmethod

@@ -60,7 +60,8 @@ def widths(ran):
 
 
 def test_the_widest_is_looked_at_first_and_no_other_needs_to_be():
-    ran = run(WidthChooser(LADDER), 6, *world({3: 1.5, 7: 1.2, 15: 1.1}))
+    made = world({3: 1.5, 7: 1.2, 15: 1.1}, full=1.05)
+    ran = run(WidthChooser(LADDER), 6, *made)
     assert ran == [Choice(15, True)] * 4 + [Choice(3, True)] * 2
 
 
@@ -135,7 +136,8 @@ def test_a_small_promise_is_tried_before_it_is_believed():
         made = {"honesty": {3: 0.73}, "noise": noise}
         ran = widths(run(WidthChooser(LADDER), 600, gain_MR, costs, **made))
         assert 2 <= ran.count(3) <= 60
-    ran = widths(run(WidthChooser(LADDER), 600, gain_MR, costs, noise=0.4))
+    chooser = WidthChooser(LADDER, probe_share=0.01)
+    ran = widths(run(chooser, 600, gain_MR, costs, noise=0.4))
     assert ran[-200:].count(3) >= 150
 
 
@@ -163,7 +165,8 @@ def test_probes_lose_no_more_than_their_share():
 def test_a_probe_is_charged_what_it_lost_not_what_it_was_expected_to():
     # Promised to lose a hundredth, it loses nearly half. Promises learn that slowly.
     gain_MR, costs = world({3: 0.99, 7: 0.3, 15: 0.1})
-    ran = run(WidthChooser(LADDER), 3000, gain_MR, costs, honesty={3: 0.1})[4:]
+    chooser = WidthChooser(LADDER, probe_share=0.01)
+    ran = run(chooser, 3000, gain_MR, costs, honesty={3: 0.1})[4:]
     ms = costs.planned_MR[0, 1]
     lost_ms = ms - (1 + 0.1 * gain_MR[0, 1] / ANCHORS)
     probes = widths(ran).count(3)
@@ -179,7 +182,7 @@ def test_a_long_hard_spell_does_not_bury_a_width(slow):
     costs = costs._replace(
         planned_MR=costs.planned_MR * slow, full_M=costs.full_M * slow
     )
-    chooser = WidthChooser(LADDER)
+    chooser = WidthChooser(LADDER, probe_share=0.01)
     run(chooser, 20_000, hard_MR * 0.01, costs)
     easy = widths(run(chooser, 1000, hard_MR * slow * 2, costs))
     assert easy.count(3) >= 300
