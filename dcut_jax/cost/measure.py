@@ -23,8 +23,8 @@ def measure(
     Each callable returns what must be ready for the step to be over.
 
     Args:
-      enough_ms: a step that was timed for as long as this, twice at least, is left out
-        of further rounds: what is long varies less.
+      enough_ms: a step is not timed for much longer than this, but twice: what is long
+        varies less. Its turns are then spread over all rounds.
       agree: from a time to the one that counts; of several processes, all must go on
         with the same.
     """
@@ -34,10 +34,21 @@ def measure(
     total = rounds * len(steps)
     for done in range(rounds):
         for i, (key, step) in enumerate(steps.items()):
-            if len(samples[key]) < 2 or sum(samples[key]) < enough_ms:
+            if done == 0 or _has_turn(done, rounds, enough_ms / samples[key][0]):
                 start = time.perf_counter()
                 jax.block_until_ready(step())
                 samples[key].append(agree((time.perf_counter() - start) * 1e3))
             if on_progress:
                 on_progress(done * len(steps) + i + 1, total)
     return {key: tuple(values) for key, values in samples.items()}
+
+
+def _has_turn(done: int, rounds: int, turns: float) -> bool:
+    """Whether round `done` is one of `turns`, evenly spread from the first to the last.
+
+    Two at least.
+    """
+    if turns >= rounds:
+        return True
+    gaps = max(int(turns), 2) - 1
+    return done * gaps // (rounds - 1) > (done - 1) * gaps // (rounds - 1)

@@ -7,10 +7,12 @@ import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import dcut_jax.cut as cut_package
@@ -148,23 +150,20 @@ def profile(
     found: dict[str, dict[tuple[int, ...], tuple[float, ...]]] = {
         kind: {} for kind in KEY_PARTS
     }
-    for context in contexts(config):
-        ready = _fill(engine, prompt, min(context, config.max_length - 1))
-        label = f"batch {config.slots}, context {context}"
-        steps = _steps(engine, policies, context, ready)
+    ready = _fill(engine, prompt, config.max_length - 1)
 
-        def progress(done: int, total: int, label: str = label) -> None:
-            if on_progress:
-                on_progress(label, done, total)
+    def progress(done: int, total: int) -> None:
+        if on_progress:
+            on_progress(f"batch {config.slots}", done, total)
 
-        for (kind, *cell), samples in measure(
-            steps,
-            rounds=rounds,
-            enough_ms=ENOUGH_MS,
-            agree=engine.agree,
-            on_progress=progress,
-        ).items():
-            found[kind][tuple(cell)] = samples
+    for (kind, *cell), samples in measure(
+        _steps(engine, policies, contexts(config), ready),
+        rounds=rounds,
+        enough_ms=ENOUGH_MS,
+        agree=engine.agree,
+        on_progress=progress,
+    ).items():
+        found[kind][tuple(cell)] = samples
     return CostTable(
         here,
         found["draft"],
@@ -176,14 +175,25 @@ def profile(
 
 
 def _steps(
-    engine: Engine, policies: Sequence[DCutPolicy], context: int, ready: Prefilled
+    engine: Engine,
+    policies: Sequence[DCutPolicy],
+    contexts: Sequence[int],
+    ready: Prefilled,
 ) -> dict[tuple[Any, ...], Callable[[], object]]:
-    """Every step to time at the engine's present context, by kind and table key.
+    """Every step to time, by kind and table key.
 
-    `ready`: a prompt of that length, whose caches those that go along have.
+    All see the caches as they are filled; at shorter contexts, less of them.
+    `ready`: a prompt of the longest, whose caches those that go along have.
     """
     exe, shapes, params = engine.compiler, engine.shapes, engine.models.params
-    state, B = engine.state, shapes.slots
+    B = shapes.slots
+    states = {
+        end: replace(
+            engine.state, length_B=jnp.minimum(engine.state.length_B, np.int32(end))
+        )
+        for end in contexts
+    }
+    state = states[contexts[-1]]
     key = policies[0].plan_key(shapes)
     memory = jax.device_get(init_memory(B, shapes.width - 1))
     widths = sorted({w for policy in policies for w in policy.ladder(shapes)})
@@ -192,17 +202,17 @@ def _steps(
     proposal = widest(params, engine.caches.drafter, state)
     logp_BK = np.asarray(proposal.logp_BK)
 
-    def draft_step(width: int) -> Callable[[], object]:
+    def draft_step(width: int, context: int) -> Callable[[], object]:
         run = exe.draft(shapes, width)
-        return lambda: run(params, engine.caches.drafter, state)
+        return lambda: run(params, engine.caches.drafter, states[context])
 
-    def verify_step(lay: Layout) -> Callable[[], object]:
+    def verify_step(lay: Layout, context: int) -> Callable[[], object]:
         run, write = exe.verify(shapes, lay), exe.commit(shapes, lay.rows)
         keep_B = _spread(logp_BK, lay)
 
         def step() -> object:
             wire, _, fresh = run(
-                params, engine.caches.target, state, proposal.token_BK, keep_B
+                params, engine.caches.target, states[context], proposal.token_BK, keep_B
             )
             # Each time over the same positions: the context does not grow.
             engine.caches = write(engine.caches, state.table_BN, fresh)
@@ -212,7 +222,7 @@ def _steps(
 
     prompt = [ready.caches]
 
-    def share_step(lay: Layout, chunk: int) -> Callable[[], object]:
+    def share_step(lay: Layout, chunk: int, context: int) -> Callable[[], object]:
         run, write = exe.share(shapes, lay, chunk), exe.commit(shapes, lay.rows)
         keep_B = _spread(logp_BK, lay)
         token_P: Any = np.resize(np.asarray(ready.request.prompt, np.int32), chunk)
@@ -221,7 +231,7 @@ def _steps(
         drawn = engine.sampling_of(ready.request)
 
         def step() -> object:
-            asked = engine.caches.target, state, proposal.token_BK, keep_B
+            asked = engine.caches.target, states[context], proposal.token_BK, keep_B
             wire, _, fresh, caches, _ = run(
                 params, *asked, prompt.pop(), token_P, *at, drawn
             )
@@ -260,16 +270,19 @@ def _steps(
     steps: dict[tuple[Any, ...], Callable[[], object]] = {("plan", B): plan_step}
     for count in CATCH_UPS:
         steps["catch_up", B, count] = catch_up_step(count)
-    for width in widths:
-        steps["draft", B, width, context] = draft_step(width)
-    for lay in sorted(layouts, key=lambda lay: (lay.rows, lay.width)):
-        steps["verify", B, lay.rows, lay.width, context] = verify_step(lay)
+    for width, end in product(widths, contexts):
+        steps["draft", B, width, end] = draft_step(width, end)
+    for lay, end in product(sorted(layouts, key=_size), contexts):
+        steps["verify", B, lay.rows, lay.width, end] = verify_step(lay, end)
     shared = {lay for policy in policies for lay in policy.shared(shapes)}
-    for lay in sorted(shared, key=lambda lay: (lay.rows, lay.width)):
-        for chunk in shapes.chunks:
-            cell = "share", B, lay.rows, lay.width, chunk, context
-            steps[cell] = share_step(lay, chunk)
+    for lay, chunk, end in product(sorted(shared, key=_size), shapes.chunks, contexts):
+        cell = "share", B, lay.rows, lay.width, chunk, end
+        steps[cell] = share_step(lay, chunk, end)
     return steps
+
+
+def _size(lay: Layout) -> tuple[int, int]:
+    return lay.rows, lay.width
 
 
 def _fill(engine: Engine, prompt: Sequence[int], context: int) -> Prefilled:
