@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array
 
 from dcut_jax.cut.calibration import Calibration, calibrate, identity, learn
+from dcut_jax.cut.ease import Ease, batch_ease
 from dcut_jax.cut.fairness import Fairness, Progress, weights
 from dcut_jax.cut.numpy_plan import NumpyPlan, Objective, plan_numpy
 from dcut_jax.cut.survival import log_survival
@@ -105,7 +106,9 @@ class Setup:
 class Chooser(Protocol):
     """Decides before a step what is drafted; `cut.width.WidthChooser` is one."""
 
-    def next(self, costs: StepCosts) -> Choice: ...
+    def next(self, costs: StepCosts, ease: float) -> Choice: ...
+
+    def expected(self, choice: Choice) -> float: ...
 
     def look(
         self,
@@ -133,8 +136,12 @@ class Always:
 
     choice: Choice
 
-    def next(self, costs: StepCosts) -> Choice:
+    def next(self, costs: StepCosts, ease: float) -> Choice:
         return self.choice
+
+    def expected(self, choice: Choice) -> float:
+        """Nothing is expected."""
+        return 0.0
 
     def look(self, **seen: object) -> None:
         """Nothing is learned."""
@@ -191,6 +198,7 @@ class Simulation:
 
     Attributes:
       ease_B: of each slot's requests; see `Acceptance`.
+      spread: standard deviation of single requests around it.
       length: tokens of a request. The last step may go beyond.
       seed: runs of one seed draw the same drafts and luck in their n-th step, whatever
         they do with them.
@@ -202,11 +210,15 @@ class Simulation:
     ease_B: Sequence[float]
     length: int = 128
     seed: int = 0
+    spread: float = 0.0
     _rng: np.random.Generator = field(init=False)
     _calibration: Calibration = field(init=False)
     _tried: Tried = field(init=False)
     _waited_B: np.ndarray = field(init=False)
     _progress: list[Progress] = field(init=False)
+    _ease: list[Ease] = field(init=False)
+    _texts: np.random.Generator = field(init=False)
+    _own_B: np.ndarray = field(init=False)
     _left_B: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
@@ -223,14 +235,19 @@ class Simulation:
         self._tried = Tried(np.zeros((slots, drafts), np.float32), zero_B, zero_B)
         self._waited_B = zero_B
         self._progress = [Progress() for _ in self.ease_B]
+        self._ease = [Ease() for _ in self.ease_B]
+        # Luck of its own: runs of one seed meet the same requests, too.
+        self._texts = np.random.default_rng((self.seed, 1))
+        self._own_B = self.spread * self._texts.standard_normal(slots)
         # Slots are somewhere within their requests, so that these do not end together.
         self._left_B = self._rng.integers(1, self.length + 1, slots)
 
     def step(self) -> Step:
         """Drafts, plans, verifies, and takes in what that showed."""
         setup = self.setup
-        choice = self.chooser.next(setup.costs)
-        ease_B = np.asarray(self.ease_B, float)
+        choice = self.chooser.next(setup.costs, batch_ease(self._ease))
+        expected = self.chooser.expected(choice)
+        ease_B = np.asarray(self.ease_B, float) + self._own_B
         drafts = self.acceptance.draw(self._rng, ease_B, setup.widths[-1])
         luck_BK = self._rng.random(drafts.chance_BK.shape)
         drafted_K = np.arange(setup.widths[-1]) < choice.width
@@ -253,6 +270,8 @@ class Simulation:
                 worth=1 + float(weight_B @ accepted_B) / float(weight_B.sum()),
             )
             self._waited_B = np.where(keep_B > 0, 0, self._waited_B + 1)
+            for ease, accepted in zip(self._ease, accepted_B, strict=True):
+                ease.add(float(accepted), expected)
         ended_B = self._advance(1 + accepted_B)
         return Step(choice, self._ms(choice, plan), keep_B, accepted_B, ended_B)
 
@@ -329,9 +348,11 @@ class Simulation:
         ended_B = self._left_B <= 0
         self._left_B = np.where(ended_B, self.length, self._left_B)
         self._waited_B = np.where(ended_B, 0, self._waited_B)
+        fresh_B = self.spread * self._texts.standard_normal(ended_B.size)
+        self._own_B = np.where(ended_B, fresh_B, self._own_B)
         for slot, (tokens, ended) in enumerate(zip(tokens_B, ended_B, strict=True)):
             if ended:
-                self._progress[slot] = Progress()
+                self._progress[slot], self._ease[slot] = Progress(), Ease()
             else:
                 self._progress[slot].add(int(tokens))
         return ended_B

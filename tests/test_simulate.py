@@ -178,3 +178,28 @@ def test_served_requests_are_whole_ones():
 def test_what_makes_no_sense_is_refused(make, says):
     with pytest.raises(ValueError, match=says):
         make()
+
+
+def test_one_text_at_a_time_drafts_are_for_the_easy_ones(monkeypatch):
+    """On average drafting barely pays; texts differ, and steps show how."""
+    costs = StepCosts(
+        plain_ms=25.6,
+        planned_MR=np.array([[32.7, 42.7, 42.9, np.inf], [33.6, 43.6, 43.8, 52.1]]),
+        full_M=np.array([43.5, 51.3]),
+    )
+    setup = Setup(WIDTHS, (1, 2, 4, 8), costs)
+    uneven = Acceptance(level=-0.1, step_sd=0.5, draft_sd=2.0)
+
+    def rate(chooser, seed):
+        one = Simulation(setup, chooser, uneven, (0.0,), 64, seed=seed, spread=1.5)
+        return simulate(one, steps=1500, warm_up=60).tokens_per_s
+
+    def choosing():
+        return [rate(WidthChooser((0, *WIDTHS)), seed) for seed in range(2)]
+
+    plain = [rate(Always(PLAIN), seed) for seed in range(2)]
+    told = np.mean(choosing()) / np.mean(plain)
+    monkeypatch.setattr("dcut_jax.simulate.batch_ease", lambda running: 1.0)
+    untold = np.mean(choosing()) / np.mean(plain)
+    assert told > 1.1
+    assert told > 1.03 * untold

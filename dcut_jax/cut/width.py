@@ -247,7 +247,7 @@ class WidthChooser:
     _step: int = 0
     _budget_ms: dict[int, float] = field(default_factory=dict)
     _charged: dict[int, _Charge] = field(default_factory=dict)
-    _known: "tuple[StepCosts, dict[Choice, Promise]] | None" = None
+    _known: "tuple[StepCosts, float, dict[Choice, Promise]] | None" = None
     _news: int = 0
 
     def __post_init__(self) -> None:
@@ -275,21 +275,26 @@ class WidthChooser:
         """The widths that need a look: all but 0."""
         return tuple(w for w in self.widths if w != 0)
 
-    def next(self, costs: StepCosts) -> Choice:
-        """The coming step's choice, where steps cost `costs`."""
+    def next(self, costs: StepCosts, ease: float = 1.0) -> Choice:
+        """The coming step's choice.
+
+        Args:
+          costs: what steps cost.
+          ease: see `promises`.
+        """
         step, self._step = self._step, self._step + 1
-        choice = self._pick(step, costs)
+        choice = self._pick(step, costs, ease)
         if choice.planned or choice == PLAIN:
             self._looked[choice.width] = step
         return choice
 
-    def _pick(self, step: int, costs: StepCosts) -> Choice:
+    def _pick(self, step: int, costs: StepCosts, ease: float) -> Choice:
         if self._first_looks < FIRST_REQUESTS:
             runnable = np.isfinite(costs.planned_MR).any(axis=1)
             if not runnable.any():
-                return self._best(self.promises(costs))
+                return self._best(self.promises(costs, ease))
             return Choice(self.drafting[int(np.flatnonzero(runnable)[-1])], True)
-        promises = self.promises(costs)
+        promises = self.promises(costs, ease)
         best = self._best(promises)
         return self._probe(step, best, promises) or best
 
@@ -369,41 +374,48 @@ class WidthChooser:
         self._budget_ms[width] = after_ms
         return _Charge(promise, most, before_ms - after_ms, least_ms)
 
-    def promises(self, costs: StepCosts) -> dict[Choice, Promise]:
-        """What each choice that can be taken is expected to yield, per anchor."""
-        if self._known is not None and self._known[0] is costs:
-            return self._known[1]
+    def promises(self, costs: StepCosts, ease: float = 1.0) -> dict[Choice, Promise]:
+        """What each choice that can be taken is expected to yield, per anchor.
+
+        Args:
+          ease: how many more drafts the running requests have accepted than those that
+            were looked at, see `cut.ease`.
+        """
+        known = self._known
+        if known is not None and known[0] is costs and known[1] == ease:
+            return known[2]
         found: dict[Choice, Promise] = {}
         for m, width in enumerate(self.drafting):
             if np.isfinite(costs.planned_MR[m]).any():
-                found[Choice(width, True)] = self._planned(m, costs.planned_MR[m])
+                found[Choice(width, True)] = self._planned(m, costs.planned_MR[m], ease)
             if np.isfinite(costs.full_M[m]):
-                found[Choice(width, False)] = self._full(m, float(costs.full_M[m]))
+                full_ms = float(costs.full_M[m])
+                found[Choice(width, False)] = self._full(m, full_ms, ease)
         if np.isfinite(costs.plain_ms):
             found[PLAIN] = Promise(1 / costs.plain_ms, costs.plain_ms)
-        self._known, self._news = (costs, found), 0
+        self._known, self._news = (costs, ease, found), 0
         return found
 
-    def _planned(self, m: int, cost_ms_R: np.ndarray) -> Promise:
+    def _planned(self, m: int, cost_ms_R: np.ndarray, ease: float) -> Promise:
         """Promise of the `m`-th drafting width where its tiers cost so much."""
         looks = self._looks.get(m)
         if looks is None:
             return Promise(0.0, float(cost_ms_R.min()))
         weight_J = looks.weight_J(self._requests)
-        scale = self.scale(self.drafting[m])
+        scale = self.scale(self.drafting[m]) * ease
         per_ms_JR = (1 + scale * looks.share_JR) / cost_ms_R
-        per_ms = float(weight_J @ per_ms_JR.max(axis=1)) * self._ease(looks)
+        per_ms = float(weight_J @ per_ms_JR.max(axis=1)) * self._lately(looks)
         ms = float(weight_J @ cost_ms_R[per_ms_JR.argmax(axis=1)])
         return Promise(per_ms, ms, self._risk(m, per_ms * ms))
 
-    def _full(self, m: int, cost_ms: float) -> Promise:
+    def _full(self, m: int, cost_ms: float, ease: float) -> Promise:
         """The same where all drafts are verified; they are in the last tier."""
         looks = self._looks.get(m)
         if looks is None:
             return Promise(0.0, cost_ms)
         share = float(looks.weight_J(self._requests) @ looks.share_JR[:, -1])
-        worth = 1 + self.scale(self.drafting[m]) * share
-        worth = worth * self._ease(looks)
+        worth = 1 + self.scale(self.drafting[m]) * ease * share
+        worth = worth * self._lately(looks)
         return Promise(worth / cost_ms, cost_ms, self._risk(m, worth))
 
     def _risk(self, m: int, worth: float) -> float:
@@ -411,7 +423,7 @@ class WidthChooser:
         own = self._own.get(self.drafting[m], _Ratio())
         return own.error * max(1 - 1 / worth, 0.0) if worth > 0 else 0.0
 
-    def _ease(self, looks: _Looks) -> float:
+    def _lately(self, looks: _Looks) -> float:
         """How much easier the texts of late are than those of these looks.
 
         Every planned step shows the narrowest width, only some go wide: those say how a
@@ -422,6 +434,14 @@ class WidthChooser:
             return 1.0
         now, then = (x.weight_J(self._requests) @ x.base_J for x in (late, looks))
         return (1 + scale * float(now)) / (1 + scale * float(then))
+
+    def expected(self, choice: Choice) -> float:
+        """Drafts of any request that `choice`, just made, has accepted; or 0."""
+        if self._known is None:
+            return 0.0
+        _, ease, promises = self._known
+        promise = promises.get(choice)
+        return max(promise.per_ms * promise.ms - 1, 0.0) / ease if promise else 0.0
 
     def scale(self, width: int) -> float:
         """Drafts accepted of those predicted, in steps of this width."""

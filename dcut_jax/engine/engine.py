@@ -584,7 +584,8 @@ class Engine:
 
     def _cut_step(self, steering: Steering, clock: Phases, chunk: Chunk | None) -> None:
         beside = chunk.rows if chunk else 0
-        choice = steering.choose(self._context, self._cap_ms, beside)
+        running = [slot.ease for slot in self._slots if slot]
+        choice = steering.choose(running, self._context, self._cap_ms, beside)
         if not choice.planned:
             self._read(clock)  # the one read of this step
             if self.active:
@@ -695,6 +696,7 @@ class Engine:
             active=active,
             decision=plan.decision if plan else None,
             weight_B=plan.weight_B if plan else None,
+            expected=self.steering.expected if self.steering else 0.0,
             phase_ms=clock.ms,
             # A plan may have reckoned with a request that was halted just then.
             teaches=width > 0 and not (plan and self._halted),
@@ -745,6 +747,7 @@ class Engine:
                 done.likeliest.extend(_pairs(*row) for row in rows)
             done.steps += 1
             slot.progress.add(count)
+            slot.ease.add(accepted, record.expected)
             done.accepted += accepted
             done.verified += verified
             record.committed += count

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from dcut_jax.cut.ease import Ease
 from dcut_jax.cut.fairness import Progress
 from dcut_jax.decode import steps as S
 from dcut_jax.decode.decide import Decision
@@ -25,6 +26,7 @@ class StepRecord:
     accepted: int = 0
     decision: Decision | None = None
     weight_B: np.ndarray | None = None  # of its plan
+    expected: float = 0.0  # drafts of any request that were to be accepted
     phase_ms: dict[str, float] = field(default_factory=dict)
     crowded: int = 0  # layers that took the slower way to their experts
     teaches: bool = True  # whether what it accepted may be held against its plan
@@ -113,6 +115,7 @@ class Slot:
     completion: Completion
     halt: Halt | None
     progress: Progress = field(default_factory=Progress)
+    ease: Ease = field(default_factory=Ease)
 
     @property
     def cached(self) -> int:

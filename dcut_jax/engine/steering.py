@@ -1,7 +1,7 @@
 """The host's side of D-Cut: what earlier steps taught, and what the next is to be."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from dcut_jax.cost.online import Correction, Work
 from dcut_jax.cut.calibration import Calibration, Reliability
+from dcut_jax.cut.ease import Ease, batch_ease
 from dcut_jax.cut.width import Choice, Promise, StepCosts
 from dcut_jax.decode.compile import Executable
 from dcut_jax.decode.decide import (
@@ -41,6 +42,7 @@ class Steering:
     """Chooses the steps of one engine under one policy.
 
     What it learns, of confidences, costs and widths, outlives the requests.
+    `expected`: drafts that the step just chosen has of any request accepted.
     `agree`: see `cost.measure.measure`; `clock`: see `Engine`.
     """
 
@@ -62,6 +64,8 @@ class Steering:
         self._memory = jax.device_get(memory)  # a step puts it where it belongs
         self._measured: dict[int, dict[Work, float]] = {}
         self._known: dict[int, tuple[Any, StepCosts, float]] = {}  # by chunk
+        self._ease = 1.0
+        self.expected = 0.0
         self._costs = self._plan_costs(0, np.inf)  # raises for one that is missing
         self.reset()
 
@@ -92,16 +96,21 @@ class Steering:
             sizes.pop()
         return sizes[-1]
 
-    def choose(self, context: int, cap_ms: float, chunk: int = 0) -> Choice:
+    def choose(
+        self, running: Sequence[Ease], context: int, cap_ms: float, chunk: int = 0
+    ) -> Choice:
         """The coming step.
 
         Args:
-          context: cached positions of the longest running request.
+          running: of the requests that run.
+          context: cached positions of the longest of them.
           cap_ms: what a step may take; infinite if anything.
           chunk: rows of a prompt that go along.
         """
         self._costs = self._plan_costs(context, cap_ms, chunk)
-        choice = self.chooser.next(self._costs)
+        self._ease = batch_ease(running)
+        choice = self.chooser.next(self._costs, self._ease)
+        self.expected = self.chooser.expected(choice)
         if choice.width > 0 and not choice.planned:
             self._all_verified = True
         return choice
@@ -137,7 +146,7 @@ class Steering:
     def outlook(self) -> tuple[StepCosts, dict[Choice, Promise]]:
         """What steps without a prompt cost, as last reckoned, and promise."""
         _, costs, _ = self._known[0]
-        return costs, self.chooser.promises(costs)
+        return costs, self.chooser.promises(costs, self._ease)
 
     def decide(
         self,

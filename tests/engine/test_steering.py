@@ -206,11 +206,13 @@ class TestDeadline:
         engine.generate([Request(p, 20, tpot_ms=wish_ms) for p in EASY])
         assert {r.rows for r in engine.records} == {SLOTS}
 
-    def test_a_slow_machine_has_less_time(self, build, monkeypatch):
-        monkeypatch.setattr(Correction, "slowdown", 1.25)
-        engine = build(lambda lay: 7.9 if lay.rows <= 24 else 8.12)
-        engine.generate([Request(p, 40, tpot_ms=10.0) for p in EASY])
-        assert max(r.rows for r in engine.records) <= 24
+    @pytest.mark.parametrize(("slowdown", "widest"), [(1.0, 32), (1.25, 24)])
+    def test_a_slow_machine_has_less_time(self, build, monkeypatch, slowdown, widest):
+        monkeypatch.setattr(Correction, "slowdown", slowdown)
+        monkeypatch.setattr(Correction, "observe", lambda self, work, ms: None)
+        engine = build(lambda lay: 7.9 if lay.rows <= 24 else 8.12, correct=True)
+        engine.generate([Request(p, 40, tpot_ms=10.0) for p in (*EASY, EASY[0])])
+        assert max(r.rows for r in engine.records) == widest
 
 
 class TestCorrection:

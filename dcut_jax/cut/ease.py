@@ -1,0 +1,55 @@
+"""How drafts of one request fare beside what is expected of any: learned as it runs.
+
+Texts differ more than steps of one text do. In a large batch that cancels; of few
+requests, whether drafts pay is a matter of which they are.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+# How alike requests are: one over the variance of what they accept, over the mean.
+# Greedy SmolLM2 on GSM8K accepts between 0.2 and 1.4 drafts a step, 0.65 on average.
+_ALIKE = 2.8
+# Variance of an accepted count over its mean: drafts are accepted together.
+_DISPERSION = 1.5
+# What a look into unknown texts is worth: a part of the variance. Where few requests
+# run, drafts that barely lose on average are tried on each, and kept where they win.
+_CURIOSITY = 0.8
+# In steps of a fiftieth, or whoever asks would reckon anew at every step.
+_STEP = math.log(1.02)
+
+
+@dataclass
+class Ease:
+    """Of one request: drafts accepted, and those expected of any; sums over its steps.
+
+    Their ratio has a gamma distribution around 1, from which little evidence does not
+    lead far.
+    """
+
+    accepted: float = 0.0
+    expected: float = 0.0
+
+    def add(self, accepted: float, expected: float) -> None:
+        """Takes in a step; of one of which nothing was expected, nothing."""
+        if expected > 0:
+            self.accepted += accepted
+            self.expected += expected
+
+
+def batch_ease(running: Sequence[Ease]) -> float:
+    """Of all together, and a little more while they are unknown.
+
+    A factor on the drafts that a step is expected to have accepted; 1 where none runs.
+    """
+    if not running:
+        return 1.0
+    sums_B2 = np.array([(ease.accepted, ease.expected) for ease in running])
+    accepted_B, expected_B = _ALIKE + sums_B2.T / _DISPERSION
+    mean_B = accepted_B / expected_B
+    variance = float(np.mean(mean_B / expected_B)) / len(running)  # of the mean
+    ease = float(mean_B.mean()) + _CURIOSITY * variance
+    return math.exp(round(math.log(ease) / _STEP) * _STEP)
