@@ -217,7 +217,7 @@ class Simulation:
     _waited_B: np.ndarray = field(init=False)
     _progress: list[Progress] = field(init=False)
     _ease: list[Ease] = field(init=False)
-    _texts: np.random.Generator = field(init=False)
+    _number_B: np.ndarray = field(init=False)  # requests that a slot has had
     _own_B: np.ndarray = field(init=False)
     _left_B: np.ndarray = field(init=False)
 
@@ -236,9 +236,8 @@ class Simulation:
         self._waited_B = zero_B
         self._progress = [Progress() for _ in self.ease_B]
         self._ease = [Ease() for _ in self.ease_B]
-        # Luck of its own: runs of one seed meet the same requests, too.
-        self._texts = np.random.default_rng((self.seed, 1))
-        self._own_B = self.spread * self._texts.standard_normal(slots)
+        self._number_B = np.zeros(slots, int)
+        self._own_B = np.array([self._text(slot) for slot in range(slots)])
         # Slots are somewhere within their requests, so that these do not end together.
         self._left_B = self._rng.integers(1, self.length + 1, slots)
 
@@ -270,8 +269,9 @@ class Simulation:
                 worth=1 + float(weight_B @ accepted_B) / float(weight_B.sum()),
             )
             self._waited_B = np.where(keep_B > 0, 0, self._waited_B + 1)
-            for ease, accepted in zip(self._ease, accepted_B, strict=True):
-                ease.add(float(accepted), expected)
+            share_B = keep_B / max(keep_B.mean(), 1e-9)
+            for ease, of, share in zip(self._ease, accepted_B, share_B, strict=True):
+                ease.add(float(of), expected * float(share))
         ended_B = self._advance(1 + accepted_B)
         return Step(choice, self._ms(choice, plan), keep_B, accepted_B, ended_B)
 
@@ -342,17 +342,27 @@ class Simulation:
         ms = costs.full_M[m] if plan is None else costs.planned_MR[m, plan.tier]
         return float(ms)
 
+    def _text(self, slot: int) -> float:
+        """By how much the slot's present request is easier than its others.
+
+        The n-th request of a slot is the same in all runs of one seed.
+        """
+        if not self.spread:
+            return 0.0
+        rng = np.random.default_rng((self.seed, slot, int(self._number_B[slot])))
+        return self.spread * float(rng.standard_normal())
+
     def _advance(self, tokens_B: np.ndarray) -> np.ndarray:
         """Hands out tokens, and fills the slots of requests that are done."""
         self._left_B = self._left_B - tokens_B
         ended_B = self._left_B <= 0
         self._left_B = np.where(ended_B, self.length, self._left_B)
         self._waited_B = np.where(ended_B, 0, self._waited_B)
-        fresh_B = self.spread * self._texts.standard_normal(ended_B.size)
-        self._own_B = np.where(ended_B, fresh_B, self._own_B)
         for slot, (tokens, ended) in enumerate(zip(tokens_B, ended_B, strict=True)):
             if ended:
                 self._progress[slot], self._ease[slot] = Progress(), Ease()
+                self._number_B[slot] += 1
+                self._own_B[slot] = self._text(slot)
             else:
                 self._progress[slot].add(int(tokens))
         return ended_B

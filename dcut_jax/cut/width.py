@@ -78,6 +78,7 @@ class Promise(NamedTuple):
     per_ms: float  # worth per anchor and ms
     ms: float
     risk: float = 0.0  # one standard error of `per_ms`, as a share of it
+    drafts: float = 0.0  # accepted per anchor, of requests as easy as any
 
     @property
     def safe_per_ms(self) -> float:
@@ -219,7 +220,8 @@ class WidthChooser:
     its outcome is known what it did: promises err, and what they err by would otherwise
     be lost again and again. A width that promises more than plain decoding but not
     safely is tried at once, and for as long as its budget covers what it loses. Plain
-    decoding is tried like a width, unless it is further behind than costs may err. Only
+    decoding is tried more often (8 steps), unless it is further behind than costs may
+    err. Only
     it and the narrowest are never left out for longer than eight times
     `probe_every` steps, whatever that costs.
 
@@ -401,12 +403,17 @@ class WidthChooser:
         looks = self._looks.get(m)
         if looks is None:
             return Promise(0.0, float(cost_ms_R.min()))
-        weight_J = looks.weight_J(self._requests)
-        scale = self.scale(self.drafting[m]) * ease
-        per_ms_JR = (1 + scale * looks.share_JR) / cost_ms_R
-        per_ms = float(weight_J @ per_ms_JR.max(axis=1)) * self._lately(looks)
+        weight_J, lately = looks.weight_J(self._requests), self._lately(looks)
+        drafts_JR = self.scale(self.drafting[m]) * looks.share_JR
+        per_ms_JR = (1 + ease * drafts_JR) / cost_ms_R
+        per_ms = float(weight_J @ per_ms_JR.max(axis=1)) * lately
         ms = float(weight_J @ cost_ms_R[per_ms_JR.argmax(axis=1)])
-        return Promise(per_ms, ms, self._risk(m, per_ms * ms))
+        # A plan goes by what it sees of its drafts, not by the ease of their texts.
+        tier_J1 = ((1 + drafts_JR) / cost_ms_R).argmax(axis=1)[:, None]
+        drafts = float(weight_J @ np.take_along_axis(drafts_JR, tier_J1, axis=1)[:, 0])
+        return Promise(
+            per_ms, ms, self._risk(m, per_ms * ms), (1 + drafts) * lately - 1
+        )
 
     def _full(self, m: int, cost_ms: float, ease: float) -> Promise:
         """The same where all drafts are verified; they are in the last tier."""
@@ -414,9 +421,10 @@ class WidthChooser:
         if looks is None:
             return Promise(0.0, cost_ms)
         share = float(looks.weight_J(self._requests) @ looks.share_JR[:, -1])
-        worth = 1 + self.scale(self.drafting[m]) * ease * share
-        worth = worth * self._lately(looks)
-        return Promise(worth / cost_ms, cost_ms, self._risk(m, worth))
+        drafts, lately = self.scale(self.drafting[m]) * share, self._lately(looks)
+        worth = (1 + ease * drafts) * lately
+        risk = self._risk(m, worth)
+        return Promise(worth / cost_ms, cost_ms, risk, (1 + drafts) * lately - 1)
 
     def _risk(self, m: int, worth: float) -> float:
         """One standard error of `worth` an anchor, as a share: its drafts may fail."""
@@ -436,12 +444,9 @@ class WidthChooser:
         return (1 + scale * float(now)) / (1 + scale * float(then))
 
     def expected(self, choice: Choice) -> float:
-        """Drafts of any request that `choice`, just made, has accepted; or 0."""
-        if self._known is None:
-            return 0.0
-        _, ease, promises = self._known
-        promise = promises.get(choice)
-        return max(promise.per_ms * promise.ms - 1, 0.0) / ease if promise else 0.0
+        """Drafts of any request that `choice`, just made, has accepted; 0: unknown."""
+        promise = self._known[2].get(choice) if self._known else None
+        return promise.drafts if promise else 0.0
 
     def scale(self, width: int) -> float:
         """Drafts accepted of those predicted, in steps of this width."""

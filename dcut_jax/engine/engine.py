@@ -747,7 +747,9 @@ class Engine:
                 done.likeliest.extend(_pairs(*row) for row in rows)
             done.steps += 1
             slot.progress.add(count)
-            slot.ease.add(accepted, record.expected)
+            if record.kept:  # what a plan left out of a request says nothing of it
+                share = verified * record.active / record.kept
+                slot.ease.add(accepted, record.expected * share)
             done.accepted += accepted
             done.verified += verified
             record.committed += count

@@ -32,7 +32,7 @@ from dcut_jax.engine.paging import dealt_out
 from dcut_jax.engine.policy import ArPolicy, DCutPolicy
 from dcut_jax.engine.requests import Request
 from dcut_jax.engine.slots import Prefilled
-from dcut_jax.models.cache import CHUNK
+from dcut_jax.models.cache import CHUNK, capacity
 from dcut_jax.processes import first, text_of_first
 
 ROUNDS = 12
@@ -118,7 +118,7 @@ def contexts(config: EngineConfig) -> tuple[int, ...]:
     In whole pages, as attention reads them. In between, costs are linear; outside there
     is nothing.
     """
-    longest, found, length = config.positions, [], CHUNK
+    longest, found, length = capacity(config.max_length - 1), [], CHUNK
     while 3 * length < 2 * longest:
         found.append(length)
         length *= 4
@@ -177,12 +177,12 @@ def profile(
 def _steps(
     engine: Engine,
     policies: Sequence[DCutPolicy],
-    contexts: Sequence[int],
+    ends: Sequence[int],
     ready: Prefilled,
 ) -> dict[tuple[Any, ...], Callable[[], object]]:
     """Every step to time, by kind and table key.
 
-    All see the caches as they are filled; at shorter contexts, less of them.
+    All see the same caches; at shorter contexts, less of them.
     `ready`: a prompt of the longest, whose caches those that go along have.
     """
     exe, shapes, params = engine.compiler, engine.shapes, engine.models.params
@@ -191,9 +191,9 @@ def _steps(
         end: replace(
             engine.state, length_B=jnp.minimum(engine.state.length_B, np.int32(end))
         )
-        for end in contexts
+        for end in ends
     }
-    state = states[contexts[-1]]
+    state = states[ends[-1]]
     key = policies[0].plan_key(shapes)
     memory = jax.device_get(init_memory(B, shapes.width - 1))
     widths = sorted({w for policy in policies for w in policy.ladder(shapes)})
@@ -214,7 +214,7 @@ def _steps(
             wire, _, fresh = run(
                 params, engine.caches.target, states[context], proposal.token_BK, keep_B
             )
-            # Each time over the same positions: the context does not grow.
+            # Over positions of its context, which does not grow: times need no text.
             engine.caches = write(engine.caches, state.table_BN, fresh)
             return wire, engine.caches
 
@@ -270,12 +270,12 @@ def _steps(
     steps: dict[tuple[Any, ...], Callable[[], object]] = {("plan", B): plan_step}
     for count in CATCH_UPS:
         steps["catch_up", B, count] = catch_up_step(count)
-    for width, end in product(widths, contexts):
+    for width, end in product(widths, ends):
         steps["draft", B, width, end] = draft_step(width, end)
-    for lay, end in product(sorted(layouts, key=_size), contexts):
+    for lay, end in product(sorted(layouts, key=_size), ends):
         steps["verify", B, lay.rows, lay.width, end] = verify_step(lay, end)
     shared = {lay for policy in policies for lay in policy.shared(shapes)}
-    for lay, chunk, end in product(sorted(shared, key=_size), shapes.chunks, contexts):
+    for lay, chunk, end in product(sorted(shared, key=_size), shapes.chunks, ends):
         cell = "share", B, lay.rows, lay.width, chunk, end
         steps[cell] = share_step(lay, chunk, end)
     return steps

@@ -298,6 +298,18 @@ class TestMeasure:
         }
         assert seen[-1] == (10, 10)
 
+    def test_few_turns_are_spread_over_all_rounds(self):
+        ran = []
+
+        def long():
+            ran.append("long")
+            time.sleep(0.03)
+
+        steps = {"long": long, "short": lambda: ran.append("short")}
+        measure(steps, rounds=5, enough_ms=95)
+        turns = "".join(name[0] for name in ran[2:])  # two do not count
+        assert turns == "ls" + "s" + "ls" + "s" + "ls"
+
     def test_times_are_milliseconds(self):
         got = measure({"nap": lambda: time.sleep(0.02)}, rounds=2)
         assert all(20 <= ms < 2000 for ms in got["nap"])

@@ -248,6 +248,41 @@ def test_no_spell_without_drafts_is_longer_than_stated():
     assert np.diff(at).max() == 4 * 8
 
 
+def test_beside_drafts_plain_decoding_is_due_every_eight_steps():
+    gain_MR, costs = world({3: 1.06, 7: 0.3, 15: 0.1})
+    chooser = WidthChooser(LADDER, probe_share=0.1)
+    ran = widths(run(chooser, 400, gain_MR, costs))[100:]
+    assert ran.count(3) > 200
+    assert np.diff(np.flatnonzero(np.array(ran) == 0)).min() == 8
+
+
+def test_easy_requests_get_drafts_where_hard_ones_get_none():
+    gain_MR, costs = world({3: 1.0, 7: 0.5, 15: 0.3})
+    chooser = WidthChooser(LADDER)
+    run(chooser, 100, gain_MR, costs)
+    promised = [chooser.promises(costs, ease) for ease in (0.5, 1.0, 2.0)]
+    drafts = Choice(3, True)
+    assert [p[PLAIN] for p in promised] == [promised[0][PLAIN]] * 3
+    worth = [p[drafts].per_ms * p[drafts].ms for p in promised]
+    assert worth == sorted(worth)
+    assert chooser.next(costs, 2.0).width == 3
+    assert [chooser.next(costs, 0.5).width for _ in range(20)].count(0) >= 18
+
+
+@pytest.mark.parametrize("ease", [0.5, 1.0, 2.0])
+def test_what_is_expected_is_of_requests_as_easy_as_any(ease):
+    gain_MR, costs = world({3: 1.5, 7: 1.1, 15: 1.0})
+    chooser = WidthChooser(WIDTHS)
+    assert chooser.expected(chooser.next(costs, ease)) == 0.0  # nothing is known
+    run(chooser, 100, gain_MR, costs)
+    chooser.next(costs, ease)
+    for m, width in enumerate(WIDTHS):
+        for planned in (True, False):
+            found = chooser.expected(Choice(width, planned))
+            assert found == pytest.approx(gain_MR[m, 1] / ANCHORS, rel=0.05)
+    assert chooser.expected(PLAIN) == 0.0
+
+
 def test_plain_decoding_is_tried_again_where_drafts_are_best():
     """Its cost was thought to be higher by a third, and only its own steps tell."""
     gain_MR, true = world({3: 0.8, 7: 0.5, 15: 0.3})

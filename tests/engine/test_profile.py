@@ -111,6 +111,7 @@ class TestProfile:
             (128, (128,)),
             (129, (128, 256)),
             (384, (128, 384)),
+            (385, (128, 384)),
             (512, (128, 512)),
             (1000, (128, 512, 1024)),
             (2**15, (128, 512, 2048, 8192, 2**15)),
@@ -118,6 +119,26 @@ class TestProfile:
     )
     def test_contexts_are_whole_pages_up_to_the_longest(self, max_length, want):
         assert contexts(EngineConfig(1, max_length)) == want
+
+    def test_a_context_is_what_is_cached(self, pair, compiler, policy, here):
+        seen = set()
+        draft = compiler.draft
+
+        class Watched:
+            def __getattr__(self, name):
+                return getattr(compiler, name)
+
+            def draft(self, *key):
+                run = draft(*key)
+
+                def step(params, cache, state):
+                    seen.add(int(state.length_B.max()))
+                    return run(params, cache, state)
+
+                return step
+
+        profile(pair, CONFIG, [policy], here, [5, 6, 7], compiler=Watched(), rounds=1)
+        assert seen == {128, CONFIG.max_length - 1}
 
 
 class TestSpread:

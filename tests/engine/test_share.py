@@ -18,7 +18,7 @@ from dcut_jax.engine.policy import (
     unmeasured,
     verify_work,
 )
-from dcut_jax.engine.profile import fingerprint, profile
+from dcut_jax.engine.profile import contexts, fingerprint, profile
 from dcut_jax.engine.requests import Request
 from dcut_jax.engine.steering import Steering
 
@@ -208,15 +208,17 @@ class TestCosts:
         table = profile(
             pair, CONFIG, [policy], here, [5, 6, 7], compiler=compiler, rounds=1
         )
-        shapes, at = CONFIG.shapes(pair), CONFIG.max_length - 1
+        shapes, ends = CONFIG.shapes(pair), contexts(CONFIG)
         assert set(table.share) == {
-            (SLOTS, lay.rows, lay.width, 32, at) for lay in policy.shared(shapes)
+            (SLOTS, lay.rows, lay.width, 32, end)
+            for lay in policy.shared(shapes)
+            for end in ends
         }
         own = replace(policy, table=table)
         assert own.covered(shapes)
         bare = replace(policy, table=replace(table, share={}))
         assert not bare.covered(shapes)
-        ms = own.measured(shapes, at)
+        ms = own.measured(shapes, ends[0])
         assert share_work(anchors_only(shapes), 32) in ms
 
 

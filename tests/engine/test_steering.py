@@ -182,6 +182,24 @@ class TestWeights:
         assert fair > equal
 
 
+def test_what_a_request_accepts_is_held_against_what_any_would(build, monkeypatch):
+    engine = build(wide_is_free, plain=False)
+    seen = []
+    choose = engine.steering.choose
+
+    def watched(running, *args):
+        seen.append([(e.accepted, e.expected) for e in running])
+        return choose(running, *args)
+
+    monkeypatch.setattr(engine.steering, "choose", watched)
+    done = engine.generate([Request(p, 60) for p in (*EASY, HARD)])
+    last = next(sums for sums in reversed(seen) if len(sums) == SLOTS)
+    assert all(expected > 0 for _, expected in last)
+    easy, hard = last[0], last[-1]
+    assert easy[0] / easy[1] > hard[0] / hard[1]
+    assert all(sums[0][0] <= done[0].accepted for sums in seen if sums)
+
+
 class TestDeadline:
     @pytest.fixture(autouse=True)
     def as_fast_as_the_table_says(self, monkeypatch):
