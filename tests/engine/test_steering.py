@@ -76,7 +76,8 @@ class TestCalibration:
 
     def test_an_outcome_is_learned_though_other_steps_came_between(self, build):
         # Only probes draft: between two plans there are many plain steps.
-        engine = build(rows_are_dear, probe_every=8, probe_share=1.0)
+        dear = {"draft_ms": lambda width: 8.0}
+        engine = build(rows_are_dear, **dear, probe_every=8, probe_share=1.0)
         engine.generate([Request(p, 120) for p in (*EASY, HARD)])
         planned = [r for r in engine.records if r.decision is not None]
         assert len(planned) < len(engine.records) / 2
