@@ -95,12 +95,13 @@ def test_the_text_is_ars_each_step_reads_once_and_nothing_compiles(
     engines, reads, compilations, monkeypatch
 ):
     engine, plain = engines
-    step = engine.step
+    step, read = engine.step, []
 
     def watched():
         reads.reads = 0
         step()
-        assert reads.reads == 1
+        assert reads.reads <= 1  # the first has nothing to read
+        read.append(reads.reads)
 
     def check(requests):
         want = [(c.tokens, c.finish) for c in plain.generate(requests)]
@@ -118,5 +119,6 @@ def test_the_text_is_ars_each_step_reads_once_and_nothing_compiles(
     assert kinds >= {(True, True), (False, False)}
     monkeypatch.setattr(engine, "step", watched)
     check(ONE_OF_EACH[::-1])
+    assert read[1:] == [1] * (len(read) - 1)
     anything = st.lists(any_request(), min_size=1, max_size=9)
     settings(max_examples=30, deadline=None)(given(anything)(check))()
