@@ -16,8 +16,8 @@ _ALIKE = 2.8
 # Variance of an accepted count over its mean: drafts are accepted together.
 _DISPERSION = 1.5
 # What a look into an unknown text is worth: a part of the variance, and of many texts
-# less again, for all of them get the same step. One at a time, drafts that barely lose on
-# average are tried on each, and kept where they win.
+# less again, for all of them get the same step. One at a time, drafts that barely lose
+# on average are tried on each, and kept where they win.
 _CURIOSITY = 0.8
 # In steps of a fiftieth, or whoever asks would reckon anew at every step.
 _STEP = math.log(1.02)
