@@ -444,7 +444,11 @@ class WidthChooser:
         return (1 + scale * float(now)) / (1 + scale * float(then))
 
     def expected(self, choice: Choice) -> float:
-        """Drafts of any request that `choice`, just made, has accepted; 0: unknown."""
+        """Drafts that are accepted of a request as easy as any; 0 where unknown.
+
+        Args:
+          choice: what `next` has just given.
+        """
         promise = self._known[2].get(choice) if self._known else None
         return promise.drafts if promise else 0.0
 

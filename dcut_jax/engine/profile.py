@@ -214,7 +214,8 @@ def _steps(
             wire, _, fresh = run(
                 params, engine.caches.target, states[context], proposal.token_BK, keep_B
             )
-            # Over positions of its context, which does not grow: times need no text.
+            # Each time over the same positions: this context does not grow. It may
+            # lie within a longer one, whose text is then spoilt but still of real rows.
             engine.caches = write(engine.caches, state.table_BN, fresh)
             return wire, engine.caches
 
