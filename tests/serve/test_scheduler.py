@@ -146,28 +146,30 @@ def test_keys(start):
 
 def test_the_more_important_goes_first(start):
     gate = Gate()
-    live = start(on_step=gate)
-    ended = []
+    live = start(on_step=lambda s: gate(s) if len(s.running) == 3 else None)
+    begun, begin = [], live.engine.begin_prefill
 
-    def ask(name, **body):
+    def begin_prefill(request):
+        begun.append(request.priority)
+        return begin(request)
+
+    live.engine.begin_prefill = begin_prefill
+
+    def ask(**body):
         got = live.post(temperature=0, ignore_eos=True, **body)
         assert got.status_code == 200
-        ended.append(name)
 
-    long = in_threads(3, lambda i: ask("long", max_tokens=100 + i))
-    while len(live.scheduler.running) < 3:
-        gate.held.wait(0.01)
-        gate.open.set()
-    gate.open.clear()
-    low = in_threads(1, lambda i: ask("low", max_tokens=1, priority=0.5))
+    long = in_threads(3, lambda i: ask(max_tokens=200 + i))
+    assert gate.held.wait(60)
+    low = in_threads(1, lambda i: ask(max_tokens=1, priority=0.5))
     while live.scheduler.waiting < 1:
-        gate.held.wait(0.01)
-    high = in_threads(1, lambda i: ask("high", max_tokens=1, priority=50))
+        gate.open.wait(0.01)
+    high = in_threads(1, lambda i: ask(max_tokens=1, priority=50))
     while live.scheduler.waiting < 2:
-        gate.held.wait(0.01)
+        gate.open.wait(0.01)
     gate.open.set()
     join([*long, *low, *high])
-    assert ended.index("high") < ended.index("low")
+    assert begun == [1, 1, 1, 50, 0.5]
 
 
 def test_a_long_prompt_does_not_stop_those_who_decode(start):
