@@ -294,9 +294,9 @@ class WidthChooser:
         if self._first_looks < FIRST_REQUESTS:
             runnable = np.isfinite(costs.planned_MR).any(axis=1)
             if not runnable.any():
-                return self._best(self.promises(costs, ease))
+                return self._best(self._lately_promised(costs, ease))
             return Choice(self.drafting[int(np.flatnonzero(runnable)[-1])], True)
-        promises = self.promises(costs, ease)
+        promises = self._lately_promised(costs, ease)
         best = self._best(promises)
         return self._probe(step, best, promises) or best
 
@@ -376,16 +376,23 @@ class WidthChooser:
         self._budget_ms[width] = after_ms
         return _Charge(promise, most, before_ms - after_ms, least_ms)
 
+    def _lately_promised(self, costs: StepCosts, ease: float) -> dict[Choice, Promise]:
+        """`promises`, not reckoned anew at every step."""
+        known = self._known
+        if known is None or known[0] is not costs or known[1] != ease:
+            known = costs, ease, self.promises(costs, ease)
+            self._known, self._news = known, 0
+        return known[2]
+
     def promises(self, costs: StepCosts, ease: float = 1.0) -> dict[Choice, Promise]:
         """What each choice that can be taken is expected to yield, per anchor.
+
+        Who asks changes nothing: of several processes one alone may.
 
         Args:
           ease: how many more drafts the running requests have accepted than those that
             were looked at, see `cut.ease`.
         """
-        known = self._known
-        if known is not None and known[0] is costs and known[1] == ease:
-            return known[2]
         found: dict[Choice, Promise] = {}
         for m, width in enumerate(self.drafting):
             if np.isfinite(costs.planned_MR[m]).any():
@@ -395,7 +402,6 @@ class WidthChooser:
                 found[Choice(width, False)] = self._full(m, full_ms, ease)
         if np.isfinite(costs.plain_ms):
             found[PLAIN] = Promise(1 / costs.plain_ms, costs.plain_ms)
-        self._known, self._news = (costs, ease, found), 0
         return found
 
     def _planned(self, m: int, cost_ms_R: np.ndarray, ease: float) -> Promise:

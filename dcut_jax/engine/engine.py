@@ -204,6 +204,12 @@ class Engine:
 
     # -- admission ---------------------------------------------------------------
 
+    @property
+    def longest(self) -> int:
+        """Most tokens of a prompt and its output, as far as there are pages."""
+        # The last token is emitted and never cached.
+        return min(self.config.max_length, self.shapes.own_pages * CHUNK + 1)
+
     def check(self, request: Request) -> None:
         """Raises ValueError where a request does not fit this engine."""
         need = len(request.prompt) + request.max_new_tokens

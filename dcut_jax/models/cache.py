@@ -16,6 +16,7 @@ from typing import Any
 
 import flax.struct
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -108,11 +109,23 @@ def write_rows(
 
 
 def write_pages(kv: KvCache, some: KvCache, page_N: Int[Array, "N"]) -> KvCache:
-    """Copies the N pages of `some` over those that `page_N` names, none twice."""
-    return KvCache(
-        k=kv.k.at[:, page_N].set(some.k, mode="drop"),
-        v=kv.v.at[:, page_N].set(some.v, mode="drop"),
-    )
+    """Copies the N pages of `some` over those that `page_N` names, none twice.
+
+    One after the other, and none that goes nowhere: of most prompts' pages, most.
+    """
+    real_N = page_N < kv.k.shape[1]
+    order_N = jnp.argsort(~real_N, stable=True)
+
+    def put(i: Array, kv: KvCache) -> KvCache:
+        at = order_N[i]
+
+        def copied(to: Array, of: Array) -> Array:
+            page = lax.dynamic_slice_in_dim(of, at, 1, axis=1)
+            return lax.dynamic_update_slice_in_dim(to, page, page_N[at], axis=1)
+
+        return KvCache(copied(kv.k, some.k), copied(kv.v, some.v))
+
+    return lax.fori_loop(0, real_N.sum(), put, kv)
 
 
 def copy_pages(kv: KvCache, page_N: Int[Array, "N"]) -> KvCache:

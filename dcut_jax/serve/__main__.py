@@ -3,8 +3,9 @@
 import argparse
 import asyncio
 import os
+import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, cast
 
@@ -21,7 +22,7 @@ from dcut_jax.engine.config import EngineConfig
 from dcut_jax.engine.engine import PREFILL_CHUNKS, Engine
 from dcut_jax.engine.load import load_pair
 from dcut_jax.modes import WIDTH, add_mode_flags, build_engine, settle_mode
-from dcut_jax.processes import first, several
+from dcut_jax.processes import several
 from dcut_jax.prompts import DEFAULT, load_prompts
 from dcut_jax.serve.lead import Leader, Lost, follow, leave, meet
 from dcut_jax.stops import StopStrings
@@ -29,8 +30,11 @@ from dcut_jax.weights.load import Target
 from dcut_jax.weights.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
     from dcut_jax.serve.app import Server
 
+CHOICES = 16
 FILLING = 16  # prompts whose tokens fill the caches where costs are measured
 API_KEY = "DCUT_API_KEY"
 DRAIN_S = 30.0
@@ -93,13 +97,17 @@ def parser() -> argparse.ArgumentParser:
     )
     limits.add_argument("--body-bytes", type=positive, default=1 << 20)
     limits.add_argument(
-        "--choices", type=positive, default=16, help="texts of one request"
+        "--choices",
+        type=positive,
+        help=f"texts of one request (default: {CHOICES}, or as many as may wait)",
     )
     limits.add_argument(
         "--prefill-tokens",
-        type=positive,
-        default=128,
-        help="of a prompt, with a step of those who decode (default: 128)",
+        type=int,
+        default=PREFILL_CHUNKS[-1],
+        choices=PREFILL_CHUNKS,
+        help=f"most of a prompt with a step of those who decode (default: "
+        f"{PREFILL_CHUNKS[-1]})",
     )
     limits.add_argument(
         "--drain-s",
@@ -122,6 +130,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         )
     if args.likeliest and args.no_logprobs:
         p.error("--likeliest: expected no --no-logprobs with it")
+    args.choices = args.choices or min(CHOICES, args.queue)
+    if args.choices > args.queue:
+        p.error(
+            f"--choices {args.choices}: never finds room in a queue of {args.queue}; "
+            f"expected at most that, or a larger --queue"
+        )
     if not 0 <= args.port < 2**16:
         p.error(f"--port: expected 0 to 65535, found {args.port}")
     if not args.drain_s >= 0:
@@ -140,14 +154,13 @@ def filling(text: TextTokenizer) -> list[int]:
 
 
 def shared_chunks(models: Models, most: int) -> tuple[int, ...]:
-    """Chunks of prompts that steps take along: of so many rows at most, one at least.
+    """Chunks of prompts that steps take along: of so many rows at most.
 
     None where rows travel to experts; there prompts are run between steps.
     """
     if models.dealt(rows=True) is not None:
         return ()
-    shortest = PREFILL_CHUNKS[0]
-    return tuple(rows for rows in PREFILL_CHUNKS if rows <= max(most, shortest))
+    return tuple(rows for rows in PREFILL_CHUNKS if rows <= most)
 
 
 def make_engine(args: argparse.Namespace) -> tuple[Target, Engine]:
@@ -199,7 +212,7 @@ def make_server(args: argparse.Namespace, target: Target, engine: Engine) -> "Se
     served = Served(
         args.name or target.name,
         target.text(),
-        args.max_length,
+        engine.longest,
         not args.no_logprobs,
         choices=args.choices,
         likeliest=args.likeliest,
@@ -213,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serves until it is told to end."""
     args = parse(argv)
     try:
-        import uvicorn
+        import uvicorn  # noqa: F401
 
         from dcut_jax.serve.app import make_app
     except ImportError as error:
@@ -221,18 +234,58 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"serving needs packages of the extra `serve`, found {error}; run "
             f"`pip install 'dcut-jax[serve]'`"
         ) from error
+    listening = None
+    if not args.process_id:  # before what takes minutes: a port may be taken
+        listening = bound(args.host, args.port)
     target, engine = make_engine(args)
-    if several():
-        lines = meet(args.coordinator)
-        if not first():
-            text = target.text()
-            try:
-                with lines[0].makefile() as calls:
-                    follow(engine, calls, lambda strings: StopStrings(text, strings))
-            except Lost as error:
-                leave(error)
-            return 0
-        engine = cast(Engine, Leader(engine, lines))
+    if not several():
+        assert listening is not None, "the one process answers"
+        return answer(args, make_app, target, engine, listening)
+    lines = meet(args.coordinator)
+    # An ordinary end would wait for the others, and these do not know of it.
+    try:
+        if listening is not None:
+            leader = Leader(engine, lines)
+            status = answer(args, make_app, target, cast(Engine, leader), listening)
+            leader.end()
+            return status
+        text = target.text()
+        with lines[0].makefile() as calls:
+            follow(engine, calls, lambda strings: StopStrings(text, strings))
+    except BaseException as error:
+        leave(error)
+    return 0
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket with this address, on which nobody listens yet.
+
+    Raises:
+      OSError: it cannot be had.
+    """
+    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((host, port))
+    except OSError as error:
+        found.close()
+        raise OSError(
+            f"expected to listen at {host}, port {port}, found: {error.strerror}; give "
+            f"another --host or --port (0 takes a free one)"
+        ) from error
+    return found
+
+
+def answer(
+    args: argparse.Namespace,
+    make_app: "Callable[[Server], Starlette]",
+    target: Target,
+    engine: Engine,
+    listening: socket.socket,
+) -> int:
+    """Answers requests until a signal comes; the status to end with."""
+    import uvicorn
+
     server = make_server(args, target, engine)
     scheduler = server.scheduler
 
@@ -243,7 +296,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             if self.told:
-                return super().handle_exit(sig, frame)
+                os._exit(1)  # whatever is in the way: a device that hangs, say
             self.told = True
             print(
                 f"ending: what runs has {args.drain_s:.0f} s; a second signal ends "
@@ -251,19 +304,16 @@ def main(argv: Sequence[str] | None = None) -> int:
                 file=sys.stderr,
                 flush=True,
             )
-
-            async def drain() -> None:
-                await scheduler.drain(args.drain_s)
-                await scheduler.stop()  # tells those who still wait
-                self.should_exit = True  # and the command ends with status 0
-
             loop.call_soon_threadsafe(lambda: tasks.append(loop.create_task(drain())))
+
+    async def drain() -> None:
+        await server.drain(args.drain_s)
+        await scheduler.stop()  # tells those who still wait
+        http.should_exit = True  # and the command ends with status 0
 
     tasks: list[asyncio.Task[None]] = []
     config = uvicorn.Config(
         make_app(server),
-        host=args.host,
-        port=args.port,
         log_level="warning",
         timeout_graceful_shutdown=5,
         backlog=1024,
@@ -273,7 +323,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     http = Draining(config)
 
     async def serve() -> None:
-        listening = config.bind_socket()
         host, port = listening.getsockname()[:2]
         where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         print(
@@ -296,13 +345,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         http.should_exit = True
 
     loop.run_until_complete(serve())
-    if isinstance(engine, Leader):
-        if scheduler.failure is not None:
-            leave(scheduler.failure)
-        try:
-            engine.end()
-        except Lost as error:
-            leave(error)
+    if isinstance(engine, Leader) and scheduler.failure is not None:
+        leave(scheduler.failure)
     return 1 if scheduler.failure else 0
 
 

@@ -177,9 +177,10 @@ class Server:
         """
         if not self.api_keys:
             return request.client.host if request.client else ""
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not any(
-            hmac.compare_digest(given.encode(), key.encode()) for key in self.api_keys
+        header = request.headers.get("authorization", "").encode("latin-1")
+        scheme, _, given = header.partition(b" ")
+        if scheme.lower() != b"bearer" or not any(
+            hmac.compare_digest(given.strip(), key.encode()) for key in self.api_keys
         ):
             raise ApiError(
                 401,
@@ -187,7 +188,7 @@ class Server:
                 "invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        return given
+        return given.strip().decode(errors="replace")
 
     async def _body(self, request: Request) -> bytes:
         """The body, as far as it may be long.
@@ -224,6 +225,13 @@ class Server:
         if size > most:
             raise too_long
         return bytes(body)
+
+    async def drain(self, patience_s: float) -> None:
+        """Takes nothing in, and waits until all answers were taken, or so long."""
+        end = time.monotonic() + patience_s
+        await self.scheduler.drain(patience_s)
+        while self.busy and time.monotonic() < end:
+            await asyncio.sleep(0.05)
 
     # -- looking --------------------------------------------------------------------
 

@@ -252,5 +252,6 @@ def from_plain(plain: dict[str, Any], halt_of: HaltOf) -> Request:
 
 def leave(error: BaseException) -> NoReturn:
     """Ends this process at once: an ordinary end would wait for one that is gone."""
-    print(f"error: {error}", file=sys.stderr, flush=True)
+    said = str(error) or type(error).__name__
+    print(f"error: {said}", file=sys.stderr, flush=True)
     os._exit(1)

@@ -269,6 +269,8 @@ def _stops(given: Mapping[str, Any], served: Served) -> StopStrings | None:
 class Piece:
     """What one token brought: its id, log-probability, origin, and certain text.
 
+    `offset`: where its own text begins, in characters; of a part of a character, where
+    that begins.
     `likeliest`: the most likely tokens in its place, as many as the server tells; where
     it tells none, the one that was taken.
     """
@@ -277,6 +279,7 @@ class Piece:
     logprob: float | None
     origin: Origin
     text: str
+    offset: int
     likeliest: Likeliest = ()
 
 
@@ -290,7 +293,6 @@ class Choice:
         self.pieces: list[Piece] = []
         self._decode = served.text.decode
         self._stream = TextStream(served.text, ask.stops)
-        self._offset = 0
 
     def take(self, news: News) -> list[Piece]:
         """Takes in news of a text that goes well; returns what they brought."""
@@ -301,8 +303,9 @@ class Choice:
                 token,
                 logprob,
                 origin,
-                self._stream.add(token),
-                some or ((token, _finite(logprob)),),
+                offset=self._stream.length,
+                text=self._stream.add(token),
+                likeliest=some or ((token, _finite(logprob)),),
             )
             for token, logprob, origin, some in zip(
                 news.tokens, logprobs, news.origins, likeliest, strict=True
@@ -342,17 +345,13 @@ class Choice:
                 for token, logprob, piece in known
             ]
             return {"content": content, "refusal": None}
-        offsets = []
-        for _, _, piece in known:
-            offsets.append(self._offset)
-            self._offset += len(piece.text)
         # The one that was taken is always there, as with OpenAI.
         top = [dict(self._top(p)) | {t: logprob} for t, logprob, p in known]
         return {
             "tokens": [token for token, _, _ in known],
             "token_logprobs": [logprob for _, logprob, _ in known],
             "top_logprobs": top if self.ask.top_logprobs else None,
-            "text_offset": offsets,
+            "text_offset": [piece.offset for piece in some],
         }
 
     def _top(self, piece: Piece) -> list[tuple[str, float]]:

@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 # server ended, or when its engine broke.
 End = Literal["stop", "length", "cancelled", "failed", "late", "dropped", "broken"]
 
-# A request of priority p goes as if it had come this / p later than it did: nobody is
-# passed for longer than this, whatever the others' priorities.
+# A request of priority p goes as if it had come this / p later than it did: no others,
+# whatever their priorities, pass it for longer than that.
 _PATIENCE_S = 10.0
 
 
@@ -281,11 +281,13 @@ class Scheduler:
     def _prefill(self) -> Prefill | None:
         """Some chunks of prompts, as many as those who decode may be asked to wait.
 
+        No more where nobody does: between turns it is seen who has left, or is late.
+
         Returns:
           The prompt of which the coming step is to take a chunk along, if it can.
         """
         spent = 0
-        while spent < self.limits.prefill_tokens or not self.engine.running:
+        while spent < self.limits.prefill_tokens:
             self._next = self._next or self._take()
             job = self._next
             if job is None:

@@ -123,7 +123,9 @@ _COMMON: dict[str, Schema] = {
     "user": text("Taken, and not looked at."),
     "metadata": _METADATA,
     "safety_identifier": text("Taken, and not looked at."),
-    "prompt_cache_key": text("Taken, and not looked at: there is no such cache."),
+    "prompt_cache_key": text(
+        "Taken, and not looked at: prompts that begin alike are found without it."
+    ),
     "frequency_penalty": only(0, None),
     "presence_penalty": only(0, None),
     "logit_bias": only({}, None),

@@ -49,6 +49,11 @@ class TextStream:
             self._before = self._shown = len(self._text.decode(self._recent))
         return self._certain(fresh)
 
+    @property
+    def length(self) -> int:
+        """Whole characters so far, those that are held back among them."""
+        return self._sent + len(self._held)
+
     def _certain(self, fresh: str) -> str:
         text = self._held + fresh
         out = self._stops.cut(text) if self._stops else text

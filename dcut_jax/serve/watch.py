@@ -137,7 +137,6 @@ class Watch:
             for phase, ms in record.phase_ms.items():
                 self.phase.labels(phase).observe(ms)
                 self._phases[phase] = ms
-        self._rate.append((time.monotonic(), sum(r.committed for r in records)))
 
     def _outcome(self, record: StepRecord, outcome: HostOutcome) -> None:
         """How far the drafts of a step survived."""
@@ -164,13 +163,16 @@ class Watch:
         """News of a text are on their way."""
         for origin, count in Tally(news.origins).items():
             self.tokens.labels(origin).inc(count)
+        if news.tokens:
+            self._rate.append((time.monotonic(), len(news.tokens)))
+            if job.sent == len(news.tokens):  # its first
+                self.ttft.observe(job.first - job.arrived)
+                self._ttft_ms.append((job.first - job.arrived) * 1e3)
         if news.end is None:
             return
         self.texts.labels(news.end).inc()
         if math.isnan(job.first):
             return
-        self.ttft.observe(job.first - job.arrived)
-        self._ttft_ms.append((job.first - job.arrived) * 1e3)
         self._service_s += 0.1 * (job.last - job.first - self._service_s)
         if job.sent > 1:
             seconds = (job.last - job.first) / (job.sent - 1)

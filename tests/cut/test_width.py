@@ -269,6 +269,23 @@ def test_easy_requests_get_drafts_where_hard_ones_get_none():
     assert [chooser.next(costs, 0.5).width for _ in range(20)].count(0) >= 18
 
 
+def test_who_asks_what_is_promised_changes_nothing():
+    """Of the processes of a mesh one alone shows promises; all must choose alike."""
+
+    class Asked(WidthChooser):
+        def next(self, costs, ease=1.0):
+            self.promises(costs._replace(plain_ms=2 * costs.plain_ms), 2.0)
+            return super().next(costs, ease)
+
+    made = world({3: 1.02, 7: 0.9, 15: 0.8})
+    ran = [
+        run(kind(LADDER, probe_share=0.1), 400, *made, noise=0.5)
+        for kind in (WidthChooser, Asked)
+    ]
+    assert ran[0] == ran[1]
+    assert len(set(ran[0])) > 2
+
+
 @pytest.mark.parametrize("ease", [0.5, 1.0, 2.0])
 def test_what_is_expected_is_of_requests_as_easy_as_any(ease):
     gain_MR, costs = world({3: 1.5, 7: 1.1, 15: 1.0})

@@ -307,6 +307,7 @@ class TestTooFewPages:
         engine.check(Request((1,) * 100, 29))
         with pytest.raises(ValueError, match="129 cached positions.*has room for 128"):
             engine.check(Request((1,) * 100, 30))
+        assert engine.longest == 129
 
     def test_memory_without_a_page(self, pair):
         config = EngineConfig(1, 64, kv_memory=bytes_of_page(pair, "float32") - 1)

@@ -1,6 +1,7 @@
 """A server on a tiny trained pair, behind real HTTP on a free port."""
 
 import asyncio
+import gc
 import json
 import threading
 import time
@@ -140,7 +141,11 @@ class Live:
         self.served = served
         self.server = Server(served, self.scheduler, limits, **options)
         config = uvicorn.Config(
-            make_app(self.server), port=0, log_level="warning", ws="none"
+            make_app(self.server),
+            port=0,
+            log_level="warning",
+            ws="none",
+            timeout_keep_alive=600,  # the client must be the one that closes
         )
         self.uvicorn = uvicorn.Server(config)
         self._listening = config.bind_socket()
@@ -178,6 +183,24 @@ class Live:
             if not scheduler.busy and not self.server.busy:
                 return
             assert time.monotonic() < end, (scheduler.running, scheduler.waiting)
+            time.sleep(0.01)
+
+    def forgets(self, kind):
+        """Waits until no object of this kind is left."""
+        for _ in range(200):
+            gc.collect()
+            left = sum(isinstance(o, kind) for o in gc.get_objects())
+            if not left:
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"{left} are left of {kind}")
+
+    def shown(self):
+        """Waits until what is published is of a server at rest."""
+        self.settle()
+        since, end = time.time(), time.monotonic() + 120
+        while self.scheduler.watch.snapshot.get("at", 0) <= since:
+            assert time.monotonic() < end, "nothing is published"
             time.sleep(0.01)
 
     def stop(self):

@@ -276,7 +276,7 @@ class TestLooking:
 
         before = read()
         live.post(prompt="abab", max_tokens=50, ignore_eos=True, temperature=0)
-        live.settle()
+        live.shown()
         after = read()
 
         def more(name):

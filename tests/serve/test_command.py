@@ -1,5 +1,6 @@
 """The command's flags; what it serves is tested with SmolLM2 (tests/slow)."""
 
+import socket
 import sys
 
 import pytest
@@ -18,6 +19,7 @@ from dcut_jax.serve.scheduler import Limits
         (["--drain-s", "-1"], "at least 0"),
         (["--slots", "0"], ">= 1"),
         (["--api-key", ""], "empty"),
+        (["--queue", "4", "--choices", "5"], "never finds room in a queue of 4"),
         (
             ["--processes", "2", "--costs", "roofline"],
             "rates of its own",
@@ -39,6 +41,18 @@ def test_defaults(monkeypatch):
     assert args.api_key == ["one", "secret"]
     args = command.parse(["--target", "elsewhere"])
     assert (args.mode, args.drafter) == ("ar", "none")
+
+
+def test_no_more_choices_than_may_wait():
+    assert command.parse(["--queue", "4"]).choices == 4
+    assert command.parse([]).choices == command.CHOICES
+
+
+def test_a_port_that_is_taken_is_told_before_anything_is_loaded(monkeypatch):
+    monkeypatch.setattr(command, "make_engine", lambda args: pytest.fail("loaded"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        with pytest.raises(OSError, match="another --host or --port"):
+            command.main(["--port", str(taken.getsockname()[1])])
 
 
 def test_without_the_extra(monkeypatch):

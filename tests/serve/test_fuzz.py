@@ -1,7 +1,6 @@
 """A thousand random events, from a seed: nothing leaks, sticks, or changes a text."""
 
 import asyncio
-import gc
 import random
 from collections import Counter
 
@@ -169,8 +168,7 @@ def test_random_events(start, plain, text, seed):
     assert live.scheduler.failure is None
     assert live.engine.running == 0
     assert live.scheduler.waiting == 0
-    gc.collect()
-    assert not [o for o in gc.get_objects() if isinstance(o, Job)]
+    live.forgets(Job)
     got = live.post(**{k: v for k, v in bodies[0].items() if k != "model"})
     assert got.json()["choices"][0]["text"] == want[0]
     live.http.close()

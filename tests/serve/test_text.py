@@ -106,6 +106,16 @@ def test_a_character_comes_whole_and_at_once():
     assert streamed(TextStream(text), tokens) == ["a", "", "", "", "🙂", "b", ""]
 
 
+def test_each_token_has_its_place_though_its_text_is_held_back():
+    text = FORMS["byte_level"]
+    stream = TextStream(text, StopStrings(text, ["abc"]))
+    places = []
+    for token in spelled(text, ["a", "b", "🙂", "a", "x"]):
+        places.append(stream.length)
+        stream.add(token)
+    assert places == [0, 1, 2, 2, 2, 2, 3, 4]
+
+
 def test_what_may_be_a_stop_string_waits_until_it_is_known():
     text = FORMS["byte_level"]
     stream = TextStream(text, StopStrings(text, ["abc"]))
