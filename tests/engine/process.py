@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 sys.path.insert(0, str(Path(__file__).parent))
 
 import conftest  # noqa: E402

@@ -28,8 +28,8 @@ PROMPTS = [
 
 
 @pytest.fixture
-def both():
-    """Two processes, and the address of the first."""
+def both(tmp_path):
+    """Two processes, and the address of the first; `errors` of each are in a file."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -38,23 +38,32 @@ def both():
     flags += ["--strategy", "dp+tp", "--slots", "4", "--max-length", "224"]
     flags += ["--name", "tiny", "--port", "0", "--mode", "fixed"]
     flags += ["--coordinator", f"127.0.0.1:{port}", "--processes", "2"]
-    running = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / "process.py"), *flags, "--process-id", str(i)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(2)
-    ]
-    line = ""
-    while "at http://" not in line:
-        line = running[0].stdout.readline()
-        assert line, [p.communicate()[1] for p in running]
-    yield running, line.rsplit(" ", 1)[1].strip()
-    for process in running:
-        process.kill()
-        process.communicate()
+    running = []
+    for i in range(2):
+        command = [sys.executable, str(HERE / "process.py"), *flags]
+        with open(tmp_path / f"errors-{i}", "w") as errors:
+            running.append(
+                subprocess.Popen(
+                    [*command, "--process-id", str(i)],
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
+                )
+            )
+    try:
+        line = ""
+        while "at http://" not in line:
+            line = running[0].stdout.readline()
+            assert line, said_by(tmp_path)
+        yield running, line.rsplit(" ", 1)[1].strip()
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
+
+
+def said_by(folder):
+    return [(folder / f"errors-{i}").read_text()[-2000:] for i in range(2)]
 
 
 def ask(url, i, found, **more):
@@ -77,7 +86,7 @@ def ask_all(url, count, **more):
     return found, threads
 
 
-def test_the_texts_are_those_of_one_and_an_end_is_an_end(both, text, plain):
+def test_the_texts_are_those_of_one_and_an_end_is_an_end(both, text, plain, tmp_path):
     running, url = both
     found, threads = ask_all(url, len(PROMPTS))
     for thread in threads:
@@ -90,10 +99,10 @@ def test_the_texts_are_those_of_one_and_an_end_is_an_end(both, text, plain):
     assert gone[0].status_code in (200, 408)
     running[0].send_signal(signal.SIGTERM)
     ends = [process.wait(120) for process in running]
-    assert ends == [0, 0], [p.communicate()[1] for p in running]
+    assert ends == [0, 0], said_by(tmp_path)
 
 
-def test_a_worker_that_dies_drains_the_server(both):
+def test_a_worker_that_dies_drains_the_server(both, tmp_path):
     running, url = both
     found, threads = ask_all(url, 6, max_tokens=200)
     while "dcut_tokens_total" not in httpx.get(f"{url}/metrics").text:
@@ -108,5 +117,5 @@ def test_a_worker_that_dies_drains_the_server(both):
     assert any(f.status_code == 500 for f in said)
     assert running[0].wait(60) == 1
     assert time.monotonic() - since < 90
-    errors = running[0].communicate()[1]
+    errors = said_by(tmp_path)[0]
     assert "process 1 of 2 has ended" in errors or "error:" in errors
