@@ -24,7 +24,7 @@ help:
 	@echo "make style    ruff, changing files"
 	@echo "make parity   tests against transformers and dflash, in .venv-parity"
 	@echo "make aot      kernels and steps through the compilers of TPUs and GPUs, without them"
-	@echo "make clean    remove environments, caches and builds; results stay"
+	@echo "make clean    remove environments, caches and builds (aot-out too); other results stay"
 
 bench: .venv/.ready
 	.venv/bin/python -m dcut_jax.bench $(ARGS)

@@ -64,6 +64,18 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def refuse_set(
+    parser: argparse.ArgumentParser,
+    args: argparse.Namespace,
+    names: Sequence[str],
+    why: str,
+) -> None:
+    """Refuses flags that would be ignored: any of `names` that was given a value."""
+    for name in names:
+        if getattr(args, name) != parser.get_default(name):
+            parser.error(f"--{name.replace('_', '-')} {why}")
+
+
 def add_memory_flag(parser: argparse.ArgumentParser) -> None:
     """How much memory keys and values may take."""
     parser.add_argument(

@@ -63,13 +63,18 @@ def settle_mode(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
     elif args.mode != "ar" and not drafts:
         parser.error(f"--mode {args.mode} needs a drafter; name one with --drafter")
     if args.mode == "ar":
-        args.drafter = NO_DRAFTER
+        args.drafter = NO_DRAFTER  # a command differs from others in its mode alone
     if args.width and args.mode != "fixed":
         parser.error(f"--width belongs to --mode fixed; the mode is {args.mode}")
     if args.cost_dir and args.mode != "dcut":
         parser.error(f"--cost-dir belongs to --mode dcut; the mode is {args.mode}")
     if args.costs != COSTS[0] and args.mode != "dcut":
         parser.error(f"--costs belongs to --mode dcut; the mode is {args.mode}")
+    if args.processes and args.costs == "roofline":
+        parser.error(
+            "--costs roofline: each process would measure rates of its own; expected "
+            "measured costs where several take part"
+        )
 
 
 def build_engine(

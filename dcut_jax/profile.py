@@ -16,6 +16,7 @@ from dcut_jax.cli import (
     placement_of,
     positive,
     positives,
+    refuse_set,
     run,
 )
 from dcut_jax.config import ConfigError, model_config_from_hf, read_config
@@ -65,6 +66,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.abstract:
         if args.mesh is None:
             p.error("--abstract is of a mesh; name one with --mesh")
+        unused = ("drafter", "draft_dtype", "rounds", "cost_dir", "fresh")
+        refuse_set(p, args, unused, "is of a measured table, not of --abstract")
         return args
     if not has_drafter(args.target, args.drafter):
         p.error(

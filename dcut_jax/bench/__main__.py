@@ -2,10 +2,7 @@
 
 import argparse
 import datetime
-import os
-import platform
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +12,7 @@ from pathlib import Path
 import jax
 
 from dcut_jax.bench.peer import TransformersPeer, require_torch
-from dcut_jax.bench.records import AR, PEER, BenchResult, Cell
+from dcut_jax.bench.records import AR, PEER, BenchResult, Cell, host
 from dcut_jax.bench.replay import run_replay
 from dcut_jax.bench.report import (
     plot,
@@ -63,7 +60,7 @@ from dcut_jax.engine.load import (
     stored_costs,
 )
 from dcut_jax.engine.policy import WIDTHS, ArPolicy, DCutPolicy, unmeasured
-from dcut_jax.engine.profile import cpu_model, default_directory
+from dcut_jax.engine.profile import default_directory
 from dcut_jax.engine.requests import Request
 from dcut_jax.engine.slots import Prefilled
 from dcut_jax.mesh import Placement
@@ -446,16 +443,6 @@ def machine(placement: Placement | None = None) -> dict[str, object]:
     """Where this process runs, and on which mesh."""
     device = jax.devices()[0]
 
-    def git(*words: str) -> str:
-        try:
-            where = Path(__file__).resolve().parent
-            out = subprocess.run(
-                ["git", *words], cwd=where, capture_output=True, text=True, check=True
-            )
-            return out.stdout.strip()
-        except (OSError, subprocess.CalledProcessError):
-            return ""
-
     mesh: dict[str, object] = {}
     if placement is not None:
         mesh = {
@@ -463,15 +450,7 @@ def machine(placement: Placement | None = None) -> dict[str, object]:
             "strategy": placement.strategy,
             "processes": jax.process_count(),
         }
-    return {
-        "device": device.device_kind,
-        "cpu": cpu_model(),
-        "cores": os.cpu_count(),
-        "jax": jax.__version__,
-        "python": platform.python_version(),
-        "commit": git("rev-parse", "--short", "HEAD"),
-        "dirty": bool(git("status", "--porcelain")),
-    } | mesh
+    return {"device": device.device_kind} | host() | mesh
 
 
 if __name__ == "__main__":

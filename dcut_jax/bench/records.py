@@ -6,9 +6,17 @@ One line of JSON holds a whole run. Ratios, medians and pictures are derived fro
 
 import json
 import math
+import os
+import platform
+import subprocess
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
+from pathlib import Path
 from typing import Any, Self, TypeVar
+
+import jax
+
+from dcut_jax.engine.profile import cpu_model
 
 VERSION = 1
 AR = "ar"  # the arm that every other one is compared with
@@ -20,6 +28,29 @@ R = TypeVar("R")
 
 class RecordError(ValueError):
     """A record that is not one of this version's."""
+
+
+def host() -> dict[str, object]:
+    """What a record says of the machine and the source, accelerators apart."""
+
+    def git(*words: str) -> str:
+        try:
+            where = Path(__file__).resolve().parent
+            out = subprocess.run(
+                ["git", *words], cwd=where, capture_output=True, text=True, check=True
+            )
+            return out.stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            return ""
+
+    return {
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "commit": git("rev-parse", "--short", "HEAD"),
+        "dirty": bool(git("status", "--porcelain")),
+    }
 
 
 @dataclass(frozen=True)

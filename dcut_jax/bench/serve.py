@@ -5,7 +5,6 @@ import contextlib
 import datetime
 import json
 import math
-import os
 import shlex
 import statistics
 import subprocess
@@ -20,8 +19,15 @@ from rich.console import Console
 from rich.table import Table
 
 from dcut_jax.bench.load import Load, Sample, Summary, replay, summarise
-from dcut_jax.bench.records import AR
-from dcut_jax.cli import add_model_flags, bar, distinct, positive, positives
+from dcut_jax.bench.records import AR, host
+from dcut_jax.cli import (
+    add_model_flags,
+    bar,
+    distinct,
+    positive,
+    positives,
+    refuse_set,
+)
 from dcut_jax.engine.load import has_drafter
 from dcut_jax.prompts import DEFAULT, load_prompts
 
@@ -91,6 +97,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args = p.parse_args(argv)
     if (args.url is None) != (args.model is None):
         p.error("--url and --model belong together")
+    if args.url:
+        own = ["arms", "target", "drafter", "dtype", "draft_dtype", "cache_dtype"]
+        own += ["slots", "max_length", "cost_dir"]
+        refuse_set(p, args, own, "is of servers that this starts, not of --url")
+    if args.seed and not args.rates:
+        p.error("--seed belongs to --rates")
     if args.burst > 1 and not args.rates:
         p.error("--burst belongs to --rates")
     drafting = [name for name in args.arms if name != AR]
@@ -195,10 +207,11 @@ def run_serve(argv: Sequence[str]) -> int:
         "version": VERSION,
         "command": "python -m dcut_jax.bench serve " + shlex.join(argv),
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "cores": os.cpu_count(),
-        "target": args.target,
+        "machine": host(),  # the clients', and the servers' where this started them
+        "url": args.url,
+        "target": None if args.url else args.target,
         "drafter": args.drafter,
-        "slots": args.slots,
+        "slots": None if args.url else args.slots,
         "requests": args.requests,
         "max_new_tokens": args.max_new_tokens,
         "tpot_target_ms": args.tpot_ms,

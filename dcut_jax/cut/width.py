@@ -11,7 +11,7 @@ _REQUEST_STEPS = 600
 # Looks at a width that are kept: so many requests' worth, and between these bounds.
 _LOOK_REQUESTS = 1024
 _FEWEST_LOOKS, _MOST_LOOKS = 20, 256
-# The widest is looked at first, in so many requests' steps, once at least.
+# The widest that can run is looked at first, in so many requests' steps.
 FIRST_REQUESTS = 16
 # Steps after which a look counts half: in a spell without drafts looks are rare, and
 # old ones must not drown what a new one shows.
@@ -213,7 +213,8 @@ class WidthChooser:
     rates, so gains are scaled by what steps of that width really accepted, shrunk to
     all widths' scale. Nothing of a step's own drafts enters its choice.
 
-    The widest width is looked at first; it shows all. After that the best step runs,
+    The widest width is looked at first; it shows all. What could not run then, beside
+    a prompt or under a cap, is looked at once it can. After that the best step runs,
     and now and then a planned step of a width that has drafted none for long.
     Probes are paid for from a fixed share of the time, an equal part for each width, so
     one that costs much is rare. Each is charged what it is expected to lose, and once
@@ -240,7 +241,7 @@ class WidthChooser:
     margin: float = 0.02
     costs_err: float = 2.0
     _looks: dict[int, _Looks] = field(default_factory=dict)
-    _first_looks: float = 0.0  # requests' steps so far
+    _shown: dict[int, float] = field(default_factory=dict)  # requests' steps looked at
     _looks_kept: int = _MOST_LOOKS
     _requests: int = 1  # in the newest look
     _own: dict[int, _Ratio] = field(default_factory=dict)
@@ -291,11 +292,10 @@ class WidthChooser:
         return choice
 
     def _pick(self, step: int, costs: StepCosts, ease: float) -> Choice:
-        if self._first_looks < FIRST_REQUESTS:
-            runnable = np.isfinite(costs.planned_MR).any(axis=1)
-            if not runnable.any():
-                return self._best(self._lately_promised(costs, ease))
-            return Choice(self.drafting[int(np.flatnonzero(runnable)[-1])], True)
+        for m in range(len(self.drafting) - 1, -1, -1):
+            new = self._shown.get(m, 0.0) < FIRST_REQUESTS
+            if new and np.isfinite(costs.planned_MR[m]).any():
+                return Choice(self.drafting[m], planned=True)
         promises = self._lately_promised(costs, ease)
         best = self._best(promises)
         return self._probe(step, best, promises) or best
@@ -481,10 +481,9 @@ class WidthChooser:
         """
         if requests <= 0:
             return
-        if self._first_looks == 0:
+        if not self._looks:
             kept = int(np.clip(_LOOK_REQUESTS / requests, _FEWEST_LOOKS, _MOST_LOOKS))
             self._looks_kept = kept
-        self._first_looks += requests
         self._requests = requests
         share_MR = gain_MR / anchors
         for m, share_R in enumerate(share_MR):
@@ -492,6 +491,7 @@ class WidthChooser:
                 if m not in self._looks:
                     self._looks[m] = _Looks(self._looks_kept, share_R.size)
                 base, accepted = float(share_MR[0, -1]), full_M[m] / requests
+                self._shown[m] = self._shown.get(m, 0.0) + requests
                 self._looks[m].add(self._step, requests, share_R, base, accepted)
         self._tell()
 

@@ -151,7 +151,9 @@ def _load_pair(target: str, drafter: str | None, dtype: str, draft_dtype: str) -
         target=loaded,
         models=Models(loaded.cfg, cfg, weights | tables),
         drafter=directory.name,
-        drafter_identity=fingerprint([directory / "model.safetensors"]),
+        drafter_identity=fingerprint(
+            [directory / name for name in ("config.json", "model.safetensors")]
+        ),
     )
 
 

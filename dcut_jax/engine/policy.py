@@ -145,6 +145,11 @@ class DCutPolicy:
                 f"tiers, nor plain steps; found widths {self.widths}, factors "
                 f"{self.factors} and plain {self.plain}"
             )
+        if self.ratios is not None and self.bypass and max(self.ratios) < 1:
+            raise ValueError(
+                f"without a ratio of 1 no tier holds whole blocks, which steps without "
+                f"a plan verify; set bypass=False, found ratios {self.ratios}"
+            )
         if self.objective == "paper" and (self.plain or self.bypass):
             raise ValueError(
                 "the paper's objective leaves anchors out, so steps without a plan "

@@ -39,6 +39,13 @@ ROUNDS = 12
 ENOUGH_MS = 400.0  # of one step, in all its rounds
 
 
+def cores() -> int:
+    """Cores that this process may use, which may be fewer than there are."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def fingerprint(
     models: S.Models, config: EngineConfig, target: str, drafter: str
 ) -> Fingerprint:
@@ -49,9 +56,7 @@ def fingerprint(
     return Fingerprint(
         device_kind=device.device_kind,
         device_count=placement.mesh.size if placement else 1,
-        host=f"{cpu_model()}, {os.cpu_count()} cores"
-        if device.platform == "cpu"
-        else "",
+        host=f"{cpu_model()}, {cores()} cores" if device.platform == "cpu" else "",
         mesh=placement.described if placement else (),
         strategy=placement.strategy if placement else "single",
         target=target,

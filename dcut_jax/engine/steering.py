@@ -1,6 +1,7 @@
 """The host's side of D-Cut: what earlier steps taught, and what the next is to be."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -249,7 +250,9 @@ class Steering:
             self.correction.forget_last()
             return
         ms = self._agree((self._clock() - self._since) * 1e3)
-        self.correction.observe({w: measured[w] for w in work}, ms)
+        # Before a plan is read, drafts of its width may have run twice.
+        times = Counter(work)
+        self.correction.observe({w: n * measured[w] for w, n in times.items()}, ms)
 
     # -- reports ------------------------------------------------------------------
 

@@ -123,11 +123,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     p = parser()
     args = p.parse_args(argv)
     settle_mode(p, args)
-    if args.processes and args.costs == "roofline":
-        p.error(
-            "--costs roofline: each process would measure rates of its own; expected "
-            "measured costs where several take part"
-        )
     if args.likeliest and args.no_logprobs:
         p.error("--likeliest: expected no --no-logprobs with it")
     args.choices = args.choices or min(CHOICES, args.queue)

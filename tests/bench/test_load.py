@@ -147,7 +147,13 @@ class TestFlags:
 
     @pytest.mark.parametrize(
         "words",
-        [["--url", "http://a"], ["--burst", "2"], ["--rates", "1", "--conc", "2"]],
+        [
+            ["--url", "http://a"],
+            ["--url", "http://a", "--model", "m", "--slots", "4"],
+            ["--seed", "1"],
+            ["--burst", "2"],
+            ["--rates", "1", "--conc", "2"],
+        ],
     )
     def test_what_does_not_go_together(self, words, capsys):
         with pytest.raises(SystemExit):

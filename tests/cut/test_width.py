@@ -269,6 +269,14 @@ def test_easy_requests_get_drafts_where_hard_ones_get_none():
     assert [chooser.next(costs, 0.5).width for _ in range(20)].count(0) >= 18
 
 
+def test_a_width_that_could_not_run_at_first_is_looked_at_once_it_can():
+    gain_MR, costs = world({3: 1.0, 7: 0.5, 15: 0.3})
+    narrow_MR = np.where(np.array(WIDTHS)[:, None] == 3, costs.planned_MR, np.inf)
+    chooser = WidthChooser(LADDER)
+    run(chooser, 60, gain_MR, costs._replace(planned_MR=narrow_MR))
+    assert run(chooser, 1, gain_MR, costs) == [Choice(15, planned=True)]
+
+
 def test_who_asks_what_is_promised_changes_nothing():
     """Of the processes of a mesh one alone shows promises; all must choose alike."""
 

@@ -287,6 +287,18 @@ class TestCorrection:
         last = engine.records[-1]
         assert draft_work(last.width) in seen[-1]
 
+    def test_drafts_that_ran_twice_before_a_read_count_twice(self, build):
+        engine = build(wide_is_free, correct=True, plain=False, bypass=False)
+        engine.generate([Request(HARD, 9)])
+        steering, seen = engine.steering, []
+        steering.correction.observe = lambda work, ms: seen.append(dict(work))
+        steering.has_read(64)
+        work = draft_work(engine.records[-1].width)
+        for _ in range(2):
+            steering.drafts(engine.records[-1].width)
+        steering.has_read(64)
+        assert seen == [{work: 2 * steering._measured[0][work]}]
+
 
 class TestBypass:
     def test_where_all_drafts_pay_no_plan_is_made(self, build):
