@@ -658,6 +658,15 @@ class Engine:
         )
         return weight_B
 
+    @property
+    def stands(self) -> bool:
+        """Whether the last step is likely to be read before another is dispatched.
+
+        So it is where no plan cut it. Whoever reads it at once loses nothing, and knows
+        who has ended before the next step is made.
+        """
+        return self._pending is not None and self._pending.decision is None
+
     def flush(self) -> None:
         """Reads the outcome that is still on the device."""
         self._read(Phases(False))

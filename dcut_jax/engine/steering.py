@@ -246,7 +246,9 @@ class Steering:
         """All that was dispatched is done, up to a commit."""
         work, self._work = self._work, []
         measured = self._measured.get(context // CHUNK)
-        if not work or measured is None:
+        if work == []:
+            return  # it was known already
+        if work is None or measured is None:
             self.correction.forget_last()
             return
         ms = self._agree((self._clock() - self._since) * 1e3)

@@ -245,6 +245,11 @@ class Scheduler:
     def _turn(self) -> None:
         """One round: who has left, prompts, a step, and what came of it."""
         self._drop_unwanted()
+        free = self.engine.active < self.engine.config.slots
+        if self.engine.stands and (free or self._queue):
+            self.engine.flush()  # whoever comes meanwhile need not wait for a step more
+            self.watch.after_step()
+            self._report()
         beside = self._prefill()
         if self.engine.running:
             if self.on_step is not None:

@@ -1,5 +1,6 @@
 """What the scheduler promises: order, limits, ends of every kind, and no leaks."""
 
+import asyncio
 import json
 import threading
 from dataclasses import replace
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dcut_jax.cut.width import PLAIN
 from dcut_jax.decode.steps import Models
 from dcut_jax.engine.config import EngineConfig
 from dcut_jax.engine.engine import Engine
@@ -16,7 +18,7 @@ from dcut_jax.engine.paging import bytes_of_page
 from dcut_jax.engine.policy import ArPolicy
 from dcut_jax.engine.requests import Request
 from dcut_jax.models.cache import NO_PAGE
-from dcut_jax.serve.scheduler import Job, Limits
+from dcut_jax.serve.scheduler import Job, Limits, Scheduler
 
 COMPLETION = "/v1/completions"
 
@@ -240,6 +242,30 @@ def test_prompts_of_one_token_leave_time_to_see_who_is_late(start):
     join(asked)
     assert [r.status_code for r in found] == [200] * 12
     assert np.diff(turns).max() <= 2
+
+
+def test_who_comes_while_a_step_is_read_goes_along_with_the_next(engine, monkeypatch):
+    """As after a text's end, which a client answers with another request."""
+    engine.reset()
+    monkeypatch.setattr(engine.steering.chooser, "next", lambda *at: PLAIN)
+    scheduler = Scheduler(engine, Limits(prefill_tokens=32))
+    scheduler._call = lambda function: function()
+    first, second = (Job(Request((5 + i,) * 40, 30), asyncio.Queue()) for i in (0, 1))
+    flush, step, beside, came = engine.flush, engine.step, [], []
+
+    def read():
+        flush()
+        if len(first.completion.tokens) == 5:
+            scheduler._queue.append(second)
+            came.append(len(beside))
+
+    monkeypatch.setattr(engine, "flush", read)
+    monkeypatch.setattr(engine, "step", lambda some: beside.append(some) or step(some))
+    scheduler._queue.append(first)
+    for _ in range(30):
+        scheduler._turn()
+    assert beside[came[0]].request is second.request
+    engine.reset()
 
 
 def test_where_none_goes_along_prompts_run_between_steps(serve, text, tiny):
