@@ -249,7 +249,10 @@ class Roofline:
         rows = mine * mesh.expert
         share = t.moe_layers * t.expert_params / (mesh.expert * mesh.model)
         router = t.moe_layers * t.router_params
-        travel = 2.0 * t.moe_layers * mine * t.top_k * t.embed * size
+        # A row goes once to each device that has one of its experts, as in
+        # `models.experts.capacity`, and in float32.
+        asked = (mesh.expert - 1) * (1 - (1 - 1 / mesh.expert) ** t.top_k)
+        travel = 2.0 * t.moe_layers * mine * asked * t.embed * BYTES["float32"]
         return [
             *parts,
             Part("router", 2.0 * mine * router, size * router, dtype=self.dtype),
@@ -260,7 +263,7 @@ class Roofline:
                 dtype=self.dtype,
             ),
             # To the experts and back; what stays on the device is not sent.
-            Part("all-to-all", 0.0, 0.0, travel * (1 - 1 / mesh.expert)),
+            Part("all-to-all", 0.0, 0.0, travel),
         ]
 
     @property

@@ -85,6 +85,11 @@ def make_batch(documents: Sequence[Sequence[int]], length: int) -> Batch:
 
 def endless(documents: list[list[int]], recipe: Recipe) -> Iterator[Batch]:
     """Batches in an order drawn anew for each round through the documents."""
+    if len(documents) < recipe.docs:
+        raise ValueError(
+            f"expected at least {recipe.docs} documents for a batch, found "
+            f"{len(documents)}; give more responses, or take fewer at a time"
+        )
     rng = np.random.default_rng(recipe.seed)
     while True:
         order = rng.permutation(len(documents))

@@ -39,6 +39,7 @@ FILLING = 16  # prompts whose tokens fill the caches where costs are measured
 API_KEY = "DCUT_API_KEY"
 DRAIN_S = 30.0
 STUCK_S, LOOK_S = 20.0, 0.2
+SWITCH_S = 5e-4
 
 
 def parser() -> argparse.ArgumentParser:
@@ -281,6 +282,8 @@ def answer(
     """Answers requests until a signal comes; the status to end with."""
     import uvicorn
 
+    # By default a thread that writes answers may keep the engine's waiting for 5 ms.
+    sys.setswitchinterval(SWITCH_S)
     server = make_server(args, target, engine)
     scheduler = server.scheduler
 

@@ -239,14 +239,17 @@ class Scheduler:
     def busy(self) -> bool:
         return bool(self._queue or self.running or self._next)
 
+    @property
+    def _has_room(self) -> bool:
+        return self.engine.active < self.engine.config.slots
+
     def _tell_idle(self) -> None:
         self._call(self._idle.set)
 
     def _turn(self) -> None:
         """One round: who has left, prompts, a step, and what came of it."""
         self._drop_unwanted()
-        free = self.engine.active < self.engine.config.slots
-        if self.engine.stands and (free or self._queue):
+        if self.engine.stands and self._next is None and self._has_room:
             self.engine.flush()  # whoever comes meanwhile need not wait for a step more
             self.watch.after_step()
             self._report()

@@ -237,7 +237,11 @@ def add_features(
     """Appends documents and the target's features of them, in the order of `responses`.
 
     Documents that the writer already has are passed over.
+
+    Raises:
+      DatasetError: those are not the first of these.
     """
+    writer.require([(d["prompt"] + d["response"], len(d["prompt"])) for d in responses])
     if writer.channels == 0:
         for line in responses[writer.documents :]:
             writer.append(line["prompt"] + line["response"], len(line["prompt"]))

@@ -209,6 +209,11 @@ class TrainConfig:
                 "heads_only trains a Markov or a confidence head, and there is "
                 "neither; set markov_rank or confidence"
             )
+        if self.heads_only and self.optimizer == "muon":
+            raise ConfigError(
+                "heads_only leaves all else as it is, and muon lets weights decay that "
+                "get no gradient; set optimizer to adamw"
+            )
         if self.buckets and list(self.buckets) != sorted({*self.buckets, self.length}):
             raise ConfigError(
                 f"buckets {list(self.buckets)} must rise and end with length "

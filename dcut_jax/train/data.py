@@ -117,6 +117,29 @@ class DatasetWriter:
             self._continue(name, size) for name, size in sizes.items()
         )
 
+    def require(self, documents: Sequence[tuple[Sequence[int], int]]) -> None:
+        """Sees that what is there is the beginning of `documents`.
+
+        Args:
+          documents: the tokens of each, and how many of them are the prompt.
+
+        Raises:
+          DatasetError: it is not; to go on would leave some out and keep others.
+        """
+        index = _read_index(self.path)
+        tokens = np.fromfile(self.path / TOKENS, "<i4", count=self.tokens)
+        for number, (start, prompt_len, length) in enumerate(index.tolist()):
+            if number < len(documents):
+                wanted, prompt = documents[number]
+                there = tokens[start : start + length]
+                if prompt == prompt_len and np.array_equal(there, wanted):
+                    continue
+            raise DatasetError(
+                f"{self.path}: expected document {number + 1} to be that of the "
+                f"responses, which it was begun with, found another; write to a fresh "
+                f"directory"
+            )
+
     @property
     def bytes_per_token(self) -> int:
         """What a token takes on disk, with its features."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from dcut_jax.config import ConfigError
 from dcut_jax.files import write_text
-from dcut_jax.train.checkpoints import checkpoints, restore
+from dcut_jax.train.checkpoints import DIRECTORY, checkpoints, restore
 from dcut_jax.train.config import (
     CONFIG,
     TrainConfig,
@@ -49,6 +49,11 @@ def export(run: str | Path, out: str | Path, target: str | None = None) -> int:
       ConfigError: `run` is not a training run, or has no checkpoint.
     """
     run, out = Path(run).resolve(), Path(out).resolve()
+    if (out / CONFIG).exists() and (out / DIRECTORY).exists():
+        raise ConfigError(
+            f"{out} is a training run, whose config an export would write over; give "
+            f"the drafter a directory of its own"
+        )
     stored, cfg = stored_config(run)
     loaded = load_target(target or cfg.target, jnp.bfloat16)
     drafter_cfg = make_drafter_config(cfg, loaded.cfg)

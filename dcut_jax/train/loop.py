@@ -321,6 +321,7 @@ class Trainer:
             saved.check()
             metrics = self.step()
             number = int(self.state.step)
+            require_finite(metrics, number)
             losses.append(metrics["loss"])
             since += 1
             if number % cfg.log_every == 0:
@@ -341,6 +342,20 @@ class Trainer:
             stops = any_process(stopped[0])
             if number % cfg.save_every == 0 or last or stops:
                 saved.save(self.state, losses)
+
+
+class DivergedError(ValueError):
+    """A loss or a gradient that is no number: nothing after it is worth saving."""
+
+
+def require_finite(metrics: dict[str, float], step: int) -> None:
+    """Raises DivergedError where a step's metrics are not finite."""
+    if not all(np.isfinite(value) for value in metrics.values()):
+        raise DivergedError(
+            f"step {step}: expected a finite loss and gradient, found {metrics}; what "
+            f"was saved before is untouched. Take a lower lr or clip, or a longer "
+            f"warmup, in a new run"
+        )
 
 
 def format_record(entry: dict[str, Any]) -> str:

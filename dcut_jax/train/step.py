@@ -206,9 +206,10 @@ def train_step(
         metrics = {"loss": total / weight, "grad_norm": optax.tree.norm(grads)}
     ema = state.ema
     if ema is not None:
-        ema = jax.tree.map(
-            lambda a, p: cfg.ema * a + (1 - cfg.ema) * p, ema, new_params
-        )
+        # At first a shorter average: else weights of before any training stay in it.
+        step = state.step.astype(jnp.float32)
+        keep = jnp.minimum(cfg.ema, (1 + step) / (10 + step))
+        ema = jax.tree.map(lambda a, p: keep * a + (1 - keep) * p, ema, new_params)
     state = TrainState(new_params, opt_state, state.step + 1, ema)
     if mesh is not None:
         state = constrain(state, mesh, drafter_cfg, cfg)

@@ -2,16 +2,18 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from gguf import GGUFReader, dequantize
 from jax.typing import DTypeLike
 
 from dcut_jax.config import ConfigError, Llama3Scaling, ModelConfig, RopeConfig
 from dcut_jax.models.layers import rope_frequencies
 from dcut_jax.weights.errors import CheckpointError
 from dcut_jax.weights.names import GGUF_LLAMA, GGUF_QWEN3, assemble
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
 
 _SCHEMES = {"llama": GGUF_LLAMA, "qwen3": GGUF_QWEN3}
 _ROPE_FREQS = "rope_freqs.weight"
@@ -27,6 +29,8 @@ class GgufFile(Mapping[str, np.ndarray]):
 
     def __getitem__(self, name: str) -> np.ndarray:
         """One tensor, float32, in row-major order (`[out, in]` for a matrix)."""
+        from gguf import dequantize  # only who has such a file needs the package
+
         tensor = self._tensors[name]
         try:
             values = dequantize(tensor.data, tensor.tensor_type)
@@ -83,7 +87,9 @@ class GgufFile(Mapping[str, np.ndarray]):
         return value
 
 
-def _open(path: Path) -> GGUFReader:
+def _open(path: Path) -> "GGUFReader":
+    from gguf import GGUFReader
+
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist; expected a GGUF file")
     with path.open("rb") as file:

@@ -43,7 +43,7 @@ def test_a_bad_stage_is_recorded_and_the_others_go_on(tmp_path):
     late = tmp_path / "late.json"
     plan = [
         Stage("bad", ("stage_bad",), 30),
-        Stage("late", ("stage_sleeps", str(late)), 1.5, result=late),
+        Stage("late", ("stage_sleeps", str(late)), 5.0, result=late),
         Stage("mute", ("stage_mute",), 30),
         Stage("good", ("stage_good",), 30),
     ]

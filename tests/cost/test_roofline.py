@@ -115,8 +115,8 @@ class TestByHand:
         assert found["experts"].operations == alone["experts"].operations / 4
         assert found["experts"].bytes == pytest.approx(alone["experts"].bytes / 4)
         assert found["projections"].bytes == alone["projections"].bytes
-        # There and back, two copies a row, three quarters of them elsewhere, 2 layers.
-        assert found["all-to-all"].sent == 2 * 4 * 2 * 8 * 2 * 0.75 * 2
+        # There and back, 2 layers, 4 rows, to 3 devices that have one of 2 experts.
+        assert found["all-to-all"].sent == 2 * 2 * 4 * 3 * (1 - 0.75**2) * 8 * 4
 
     def test_data_parallel_lasts_as_long_as_the_fullest_shard(self):
         model = Roofline(MACHINE, MeshShape("dp", data=4), DENSE)

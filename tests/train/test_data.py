@@ -88,6 +88,17 @@ def test_a_killed_writer_is_continued_after_its_last_document(tmp_path):
     same(tmp_path, docs)
 
 
+def test_only_its_own_documents_are_gone_on_with(tmp_path):
+    docs = documents(4)
+    write(tmp_path, docs[:2])
+    wanted = [(tokens, prompt) for tokens, prompt, _ in docs]
+    with DatasetWriter(tmp_path, ABOUT, channels=6) as writer:
+        writer.require(wanted)
+        for others in (wanted[1:], wanted[:1], [(wanted[0][0], 1 + docs[0][1])]):
+            with pytest.raises(DatasetError, match="to be that of the responses"):
+                writer.require(others)
+
+
 def test_what_is_appended_is_readable_before_close(tmp_path):
     docs = documents(2)
     writer = DatasetWriter(tmp_path, ABOUT, channels=6)

@@ -13,6 +13,7 @@ from dcut_jax.config import ConfigError
 from dcut_jax.mesh import place
 from dcut_jax.train.blocks import Blocks
 from dcut_jax.train.config import TrainConfig, make_drafter_config
+from dcut_jax.train.loop import DivergedError, require_finite
 from dcut_jax.train.mesh import (
     batch_sharding,
     check_mesh,
@@ -100,12 +101,29 @@ def test_micro_batches_are_the_batch_of_all_of_them(cfg, pair, blocks, alone):
         close(state.params, want.params, 2e-5)
 
 
+def test_heads_alone_are_not_trained_by_a_rule_that_shrinks_the_rest(cfg):
+    with pytest.raises(ConfigError, match="set optimizer to adamw"):
+        replace(cfg, heads_only=True, markov_rank=8, optimizer="muon")
+
+
+@pytest.mark.parametrize("metrics", [{"loss": np.nan}, {"loss": 1.0, "norm": np.inf}])
+def test_a_loss_that_is_no_number_ends_a_run(metrics):
+    require_finite({"loss": 1.0}, 7)
+    with pytest.raises(DivergedError, match="step 7: expected a finite loss"):
+        require_finite(metrics, 7)
+
+
+def average(keep, old, new):
+    return jax.tree.map(lambda a, p: keep * a + (1 - keep) * p, old, new)
+
+
 @pytest.mark.slow
 def test_the_average_follows_the_parameters(cfg, pair, blocks):
     states = [s for s, _ in train(replace(cfg, ema=0.75), pair, blocks, steps=3)]
     want = init_state(pair[0], cfg).params
-    for state in states:
-        want = jax.tree.map(lambda a, p: 0.75 * a + 0.25 * p, want, state.params)
+    for step, state in enumerate(states):
+        keep = min(0.75, (1 + step) / (10 + step))  # shorter at first
+        want = average(keep, want, state.params)
         close(state.ema, want, 1e-6)
         assert state.best is state.ema
 
