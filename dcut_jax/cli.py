@@ -70,7 +70,7 @@ def refuse_set(
     names: Sequence[str],
     why: str,
 ) -> None:
-    """Refuses flags that would be ignored: any of `names` that was given a value."""
+    """Refuses flags that would be ignored: any of `names` that is not its default."""
     for name in names:
         if getattr(args, name) != parser.get_default(name):
             parser.error(f"--{name.replace('_', '-')} {why}")

@@ -6,7 +6,6 @@ One line of JSON holds a whole run. Ratios, medians and pictures are derived fro
 
 import json
 import math
-import os
 import platform
 import subprocess
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from typing import Any, Self, TypeVar
 
 import jax
 
-from dcut_jax.engine.profile import cpu_model
+from dcut_jax.engine.profile import cores, cpu_model
 
 VERSION = 1
 AR = "ar"  # the arm that every other one is compared with
@@ -45,7 +44,7 @@ def host() -> dict[str, object]:
 
     return {
         "cpu": cpu_model(),
-        "cores": os.cpu_count(),
+        "cores": cores(),
         "jax": jax.__version__,
         "python": platform.python_version(),
         "commit": git("rev-parse", "--short", "HEAD"),

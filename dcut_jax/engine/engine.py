@@ -659,8 +659,8 @@ class Engine:
         return weight_B
 
     @property
-    def stands(self) -> bool:
-        """Whether the last step is likely to be read before another is dispatched.
+    def reads_first(self) -> bool:
+        """Whether the next step most likely reads the last before it dispatches.
 
         So it is where no plan cut it. Whoever reads it at once loses nothing, and knows
         who has ended before the next step is made.

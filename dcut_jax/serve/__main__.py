@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from types import FrameType
 from typing import TYPE_CHECKING, cast
 
@@ -17,6 +18,7 @@ from dcut_jax.cli import (
     positive,
     run,
 )
+from dcut_jax.config import ConfigError
 from dcut_jax.decode.steps import Models
 from dcut_jax.engine.config import EngineConfig
 from dcut_jax.engine.engine import PREFILL_CHUNKS, Engine
@@ -152,9 +154,18 @@ def filling(text: TextTokenizer) -> list[int]:
 def shared_chunks(models: Models, most: int) -> tuple[int, ...]:
     """Chunks of prompts that steps take along: of so many rows at most.
 
-    None where rows travel to experts; there prompts are run between steps.
+    None where rows travel to experts; there prompts are run between steps, in the
+    longest chunks.
+
+    Raises:
+      ConfigError: there, and chunks are to be shorter.
     """
     if models.dealt(rows=True) is not None:
+        if most < PREFILL_CHUNKS[-1]:
+            raise ConfigError(
+                f"--prefill-tokens {most}: where rows travel to experts prompts are "
+                f"run {PREFILL_CHUNKS[-1]} tokens at a time; leave it out there"
+            )
         return ()
     return tuple(rows for rows in PREFILL_CHUNKS if rows <= most)
 
@@ -222,8 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serves until it is told to end."""
     args = parse(argv)
     try:
-        import uvicorn  # noqa: F401
-
+        import_module("uvicorn")  # `answer` wants it, minutes from here
         from dcut_jax.serve.app import make_app
     except ImportError as error:
         raise ImportError(

@@ -249,7 +249,7 @@ class Scheduler:
     def _turn(self) -> None:
         """One round: who has left, prompts, a step, and what came of it."""
         self._drop_unwanted()
-        if self.engine.stands and self._next is None and self._has_room:
+        if self.engine.reads_first and self._next is None and self._has_room:
             self.engine.flush()  # whoever comes meanwhile need not wait for a step more
             self.watch.after_step()
             self._report()

@@ -68,7 +68,8 @@ class TrainConfig:
       markov_rank: of the drafter's Markov head; 0 for none.
       optimizer: `adamw` or `muon`.
       accumulate: micro-batches of a step, each of `docs` documents.
-      ema: decay of the moving average of parameters, which is what is evaluated and
+      ema: decay of the moving average of parameters (after step t at most
+        (1 + t) / (10 + t), so that first weights fade), which is what is evaluated and
         exported; 0 for none.
       features: `cached` in the dataset, or `online`, computed from the target in every
         step: slower, and nothing is stored.

@@ -2,9 +2,11 @@
 
 import socket
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from dcut_jax.config import ConfigError
 from dcut_jax.serve import __main__ as command
 from dcut_jax.serve.scheduler import Limits
 
@@ -53,6 +55,19 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         with pytest.raises(OSError, match="another --host or --port"):
             command.main(["--port", str(taken.getsockname()[1])])
+
+
+@pytest.mark.parametrize(("most", "chunks"), [(32, (32,)), (128, (32, 128))])
+def test_chunks_are_no_longer_than_asked(most, chunks):
+    alone = SimpleNamespace(dealt=lambda *, rows: None)
+    assert command.shared_chunks(alone, most) == chunks
+
+
+def test_where_rows_travel_no_chunk_can_be_short():
+    dealt = SimpleNamespace(dealt=lambda *, rows: "somehow")
+    assert command.shared_chunks(dealt, 128) == ()
+    with pytest.raises(ConfigError, match="128 tokens at a time"):
+        command.shared_chunks(dealt, 32)
 
 
 def test_without_the_extra(monkeypatch):
