@@ -309,6 +309,8 @@ def decode_cell(
         refill()
         with arm.watch.running():
             engine.step()
+            if engine.reads_first:  # or its host work would overlap with nothing
+                engine.flush()
             jax.block_until_ready(engine.caches)
         committed = sum(r.committed for r in engine.records[first:])
         yield committed / goal
