@@ -76,15 +76,18 @@ def refuse_set(
             parser.error(f"--{name.replace('_', '-')} {why}")
 
 
-def add_memory_flag(parser: argparse.ArgumentParser) -> None:
+def add_memory_flag(
+    parser: argparse.ArgumentParser,
+    default: str = "enough for all slots at full length",
+) -> None:
     """How much memory keys and values may take."""
     parser.add_argument(
         "--kv-memory",
         type=memory_size,
         metavar="SIZE",
-        help="of each device, for keys and values of target and drafter, as in 512MiB "
-        "or 4GiB; where it runs out, texts wait, or are put aside and gone on with "
-        "later (default: enough for all slots at full length)",
+        help=f"of each device, for keys and values of target and drafter, as in 512MiB "
+        f"or 4GiB; where it runs out, texts wait, or are put aside and gone on with "
+        f"later (default: {default})",
     )
 
 

@@ -85,6 +85,18 @@ def text_of_first(text: str) -> str:
     return bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded))).decode()
 
 
+def least(number: int | None) -> int | None:
+    """The smallest of all processes' numbers, to 2**20; None if one has none.
+
+    For start-up. `number` is below 2**51.
+    """
+    if not several():
+        return number
+    mine = np.int32(-1 if number is None else number >> 20)
+    smallest = int(np.min(multihost_utils.process_allgather(mine)))
+    return None if smallest < 0 else smallest << 20
+
+
 @contextmanager
 def ends_with_others() -> Iterator[None]:
     """Ends this process where a collective fails, in one line and at once.

@@ -1,10 +1,11 @@
 """Batches that decode on paper: drafts and their fate are drawn, time is looked up.
 
-The planner, the width chooser, the calibration and the weights are the engine's own;
-a model, a drafter and a device are what is missing. A step goes as the engine's does,
-but for these: what a step taught is known to the very next one, where the engine reads
-it one step late; slots are never empty, and a last step may go beyond a request's
-length; costs are never corrected nor capped; context and catching up are free.
+The width chooser, the calibration and the weights are the engine's own, the planner is
+its twin in NumPy; a model, a drafter and a device are what is missing. A step goes as
+the engine's does, but for these: what a step taught is known to the very next one,
+where the engine reads it one step late; slots are never empty, and a last step may go
+beyond a request's length; costs are never corrected nor capped; context and catching up
+are free.
 """
 
 from collections.abc import Iterable, Sequence
@@ -300,7 +301,8 @@ class Simulation:
         due_B = None
         if setup.patience is not None:
             due_B = self._waited_B + 1 >= setup.patience
-        return self._best(survival_BK, setup.costs.planned_MR[m], weight_B, due_B)
+        costs = setup.costs.verifying() if choice.tries else setup.costs
+        return self._best(survival_BK, costs.planned_MR[m], weight_B, due_B)
 
     def _best(
         self,

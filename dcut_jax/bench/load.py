@@ -65,7 +65,7 @@ class Sample:
 
     Attributes:
       kind: class of the request, such as the set that its prompt is of.
-      status: of HTTP; 0 where the connection broke.
+      status: of HTTP; 0 where the answer broke off.
       ttft_s: from sending it to the first piece of text.
       tpot_s: between tokens, from the first piece to the last; NaN with one token.
       end_s: when it ended, from the start of the trace.
@@ -87,7 +87,7 @@ def ask(url: str, body: Mapping[str, Any], kind: str, start: float) -> Sample:
     connection = http.client.HTTPConnection(where.netloc, timeout=TIMEOUT_S)
     sent = time.perf_counter()
     first = last = nan
-    text, tokens, status = "", 0, 0
+    text, tokens, status, whole = "", 0, 0, False
     body = {**body, "stream": True, "stream_options": {"include_usage": True}}
     try:
         connection.request(
@@ -99,6 +99,7 @@ def ask(url: str, body: Mapping[str, Any], kind: str, start: float) -> Sample:
         answer = connection.getresponse()
         status = answer.status
         for line in answer:
+            whole = whole or line.strip() == b"data: [DONE]"
             if not line.startswith(b"data: {"):
                 continue
             data = json.loads(line.removeprefix(b"data: "))
@@ -112,8 +113,10 @@ def ask(url: str, body: Mapping[str, Any], kind: str, start: float) -> Sample:
                 text += said
             if data.get("usage"):
                 tokens = data["usage"]["completion_tokens"]
-    except (OSError, http.client.HTTPException):
+    except (OSError, http.client.HTTPException, json.JSONDecodeError):
         status = 0
+    else:  # a chunk that never came reads like the end
+        status = 0 if status == 200 and not whole else status
     finally:
         connection.close()
     return Sample(

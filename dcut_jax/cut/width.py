@@ -61,12 +61,25 @@ class StepCosts(NamedTuple):
             np.where(self.full_M <= cap_ms, self.full_M, np.inf),
         )
 
+    def verifying(self) -> "StepCosts":
+        """Without plans that verify nothing, the first tier, where there are others."""
+        others_M1 = np.isfinite(self.planned_MR[:, 1:]).any(axis=1, keepdims=True)
+        anchors_R = np.arange(self.planned_MR.shape[1]) == 0
+        return self._replace(
+            planned_MR=np.where(others_M1 & anchors_R, np.inf, self.planned_MR)
+        )
+
 
 class Choice(NamedTuple):
-    """A step to take: drafts to ask for, and whether a plan cuts them."""
+    """A step to take: drafts to ask for, and whether a plan cuts them.
+
+    `tries`: the plan is to verify something (`StepCosts.verifying`), for what is
+    verified alone shows how drafts do.
+    """
 
     width: int
     planned: bool
+    tries: bool = False
 
 
 PLAIN = Choice(0, planned=False)
@@ -215,7 +228,8 @@ class WidthChooser:
 
     The widest width is looked at first; it shows all. What could not run then, beside
     a prompt or under a cap, is looked at once it can. After that the best step runs,
-    and now and then a planned step of a width that has drafted none for long.
+    and now and then a planned step of a width that has drafted none for long; a draft
+    is verified in it, or chances once thought too low would never be seen to rise.
     Probes are paid for from a fixed share of the time, an equal part for each width, so
     one that costs much is rare. Each is charged what it is expected to lose, and once
     its outcome is known what it did: promises err, and what they err by would otherwise
@@ -295,13 +309,17 @@ class WidthChooser:
         for m in range(len(self.drafting) - 1, -1, -1):
             new = self._shown.get(m, 0.0) < FIRST_REQUESTS
             if new and np.isfinite(costs.planned_MR[m]).any():
-                return Choice(self.drafting[m], planned=True)
+                return self._trying(self.drafting[m])
         promises = self._lately_promised(costs, ease)
-        best = self._best(promises)
+        best = self.best({c: p for c, p in promises.items() if not c.tries})
         return self._probe(step, best, promises) or best
 
-    def _best(self, promises: dict[Choice, Promise]) -> Choice:
-        """The best choice; one with less machinery goes first within the margin."""
+    def _trying(self, width: int) -> Choice:
+        """A look; where there is nothing else to choose, a step as any."""
+        return Choice(width, planned=True, tries=len(self.widths) > 1)
+
+    def best(self, promises: dict[Choice, Promise]) -> Choice:
+        """What is taken of these, but for probes: less machinery within the margin."""
         found, bar = None, -np.inf
         for machinery in (_drafts_nothing, _plans_nothing, _plans):
             some = [c for c in promises if machinery(c)]
@@ -325,7 +343,7 @@ class WidthChooser:
         """
         # Nothing is known of the best if it was never looked at, nor then lost.
         most = promises[best].per_ms
-        some = [Choice(width, planned=True) for width in self.drafting]
+        some = [self._trying(w) for w in self.drafting if (w, True) != best[:2]]
         plain = promises.get(PLAIN) if 0 in self.widths else None
         if plain is not None and plain.per_ms * self.costs_err > most:
             some.append(PLAIN)
@@ -377,10 +395,17 @@ class WidthChooser:
         return _Charge(promise, most, before_ms - after_ms, least_ms)
 
     def _lately_promised(self, costs: StepCosts, ease: float) -> dict[Choice, Promise]:
-        """`promises`, not reckoned anew at every step."""
+        """`promises`, and of looks, not reckoned anew at every step."""
         known = self._known
         if known is None or known[0] is not costs or known[1] != ease:
-            known = costs, ease, self.promises(costs, ease)
+            promises = self.promises(costs, ease)
+            if len(self.widths) > 1:
+                trying_MR = costs.verifying().planned_MR
+                for m, width in enumerate(self.drafting):
+                    if Choice(width, True) in promises:
+                        tried = self._planned(m, trying_MR[m], ease)
+                        promises[self._trying(width)] = tried
+            known = costs, ease, promises
             self._known, self._news = known, 0
         return known[2]
 

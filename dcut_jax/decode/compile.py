@@ -208,7 +208,7 @@ class Compiler:
                 cost_ms_MR=_floats(len(key.widths), len(key.rows_R)),
                 width_index=_ints(),
                 weight_B=_floats(B),
-                all_verified=_shape((), jnp.bool_),
+                due_B=_shape((B,), jnp.bool_),
             )
             proposal = Proposal(_ints(B, K), _floats(B, K))
             memory = jax.eval_shape(lambda: init_memory(B, K))

@@ -49,7 +49,6 @@ class Memory:
       logp_BK, survival_BK: of the last plan: log-confidences as the drafter gave them,
         and the log-survivals that the plan went by.
       keep_B: what it kept; 0 once its outcome has been taken in.
-      waited_B: plans since a draft of the slot was verified.
     """
 
     calibration: Calibration
@@ -58,7 +57,6 @@ class Memory:
     logp_BK: Float32[Array, "B K"]
     survival_BK: Float32[Array, "B K"]
     keep_B: Int32[Array, "B"]
-    waited_B: Int32[Array, "B"]
 
 
 def init_memory(slots: int, drafts: int) -> Memory:
@@ -70,14 +68,7 @@ def init_memory(slots: int, drafts: int) -> Memory:
         logp_BK=jnp.zeros((slots, drafts), jnp.float32),
         survival_BK=jnp.zeros((slots, drafts), jnp.float32),
         keep_B=jnp.zeros(slots, jnp.int32),
-        waited_B=jnp.zeros(slots, jnp.int32),
     )
-
-
-def without_plan(memory: Memory) -> Memory:
-    """The same after the slots were emptied: no outcome of a plan is to come."""
-    zero_B: Any = np.zeros(memory.keep_B.shape, np.int32)
-    return replace(memory, keep_B=zero_B, waited_B=zero_B)
 
 
 @dataclass(frozen=True)
@@ -88,8 +79,7 @@ class PlanKey:
       rows_R: tiers; `widths`: the drafting widths.
       objective, ratios, backend: see `cut.plan.plan`.
       calibrated: whether chances are learned; if not, confidences stand for them.
-      patience: drafting steps after which a draft of a request is verified whatever it
-        is worth; None: never.
+      patient: whether the host may say of requests that a draft of theirs is due.
       shards: parts of the batch that pack apart; tiers are then rows of one part.
     """
 
@@ -99,7 +89,7 @@ class PlanKey:
     ratios: tuple[float, ...] | None
     backend: Backend
     calibrated: bool
-    patience: int | None
+    patient: bool
     shards: int = 1
 
 
@@ -111,13 +101,13 @@ class Situation:
       cost_ms_MR: step times by drafting width and tier, float32.
       width_index: which of the widths was drafted, int32.
       weight_B: see `cut.plan.plan`, float32.
-      all_verified: whether a step since the last plan verified all its drafts, bool.
+      due_B: requests of which a draft is verified whatever it is worth, bool.
     """
 
     cost_ms_MR: Any
     width_index: Any
     weight_B: Any
-    all_verified: Any
+    due_B: Any
 
 
 def decide(
@@ -180,16 +170,13 @@ def decide(
         gain_R = plan_for(cut_BK, situation.cost_ms_MR[m]).gain_R
         gain_MR.append(jnp.where(m <= situation.width_index, gain_R, jnp.nan))
 
-    before_B = jnp.where(situation.all_verified, 0, memory.waited_B)
-    waited_B = jnp.where(active_B, before_B + 1, 0)
-    due_B = None if key.patience is None else waited_B >= key.patience
+    due_B = situation.due_B & active_B if key.patient else None
     chosen = plan_for(survival_BK, situation.cost_ms_MR[situation.width_index], due_B)
     memory = replace(
         memory,
         logp_BK=proposal.logp_BK,
         survival_BK=survival_BK,
         keep_B=chosen.keep_B,
-        waited_B=jnp.where(chosen.keep_B > 0, 0, waited_B),
     )
     floats = jnp.stack([chosen.gain, *full_M, *jnp.concatenate(gain_MR)])
     told = [

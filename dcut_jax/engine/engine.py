@@ -601,15 +601,15 @@ class Engine:
         proposal = self._draft(choice.width, clock)
         weight_B = self._weights(steering.policy)
         run = self.compiler.decide(self.shapes, steering.key)
-        keep_B, host = steering.decide(
-            run, proposal, self.state, choice.width, weight_B, self._wire
-        )
+        asked = choice, weight_B, self._waited_B, self._wire
+        keep_B, host = steering.decide(run, proposal, self.state, *asked)
         clock.stop("plan", None)
         self._absorb(host[: self.shapes.slots])
         self._make_room(choice.width + 1)
         if self._halted:
             steering.forget_plan()
         if not self.active:
+            steering.forget_plan()
             steering.withdraw(choice.width)
             return
         decision = read_decision(host[self.shapes.slots :], steering.key)
@@ -657,6 +657,18 @@ class Engine:
             [slot.progress.rate for _, slot in used],
         )
         return weight_B
+
+    @property
+    def _waited_B(self) -> np.ndarray:
+        """Drafting steps since a draft of each request was verified, or one more.
+
+        What the step that is not read yet verified of whom is not known.
+        """
+        unread = self._pending
+        cut = unread is not None and unread.decision is not None
+        everything = unread is not None and unread.width > 0 and not cut
+        waited = [slot.waited + cut if slot else 0 for slot in self._slots]
+        return np.array(waited, np.int32) * (not everything)
 
     @property
     def reads_first(self) -> bool:
@@ -762,6 +774,8 @@ class Engine:
                 done.likeliest.extend(_pairs(*row) for row in rows)
             done.steps += 1
             slot.progress.add(count)
+            if record.width:
+                slot.waited = 0 if verified else slot.waited + 1
             if record.kept:  # what a plan left out of a request says nothing of it
                 share = verified * record.active / record.kept
                 slot.ease.add(accepted, record.expected * share)

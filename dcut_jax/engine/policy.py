@@ -224,7 +224,7 @@ class DCutPolicy:
             ratios=self.ratios,
             backend=shapes.backends.budget_topk,
             calibrated=self.calibrate,
-            patience=self.patience,
+            patient=self.patience is not None,
             shards=shapes.shards,
         )
 

@@ -252,7 +252,7 @@ def _steps(
             cost_ms_MR=np.ones((len(key.widths), len(key.rows_R)), np.float32),
             width_index=np.int32(len(key.widths) - 1),
             weight_B=np.ones(B, np.float32),
-            all_verified=np.bool_(False),
+            due_B=np.zeros(B, bool),
         )
         wire = np.zeros((B, shapes.wire_columns), np.int32)
         _, _, bundle = exe.decide(shapes, key)(

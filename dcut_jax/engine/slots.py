@@ -116,6 +116,7 @@ class Slot:
     halt: Halt | None
     progress: Progress = field(default_factory=Progress)
     ease: Ease = field(default_factory=Ease)
+    waited: int = 0  # drafting steps since a draft of it was verified, as far as read
 
     @property
     def cached(self) -> int:

@@ -19,7 +19,6 @@ from dcut_jax.decode.decide import (
     Proposal,
     Situation,
     init_memory,
-    without_plan,
 )
 from dcut_jax.decode.pack import Layout
 from dcut_jax.decode.state import DecodeState
@@ -68,14 +67,15 @@ class Steering:
         self._ease = 1.0
         self.expected = 0.0
         self._costs = self._plan_costs(0, np.inf)  # raises for one that is missing
+        wire = shapes.slots, shapes.wire_columns
+        self._planned_wire: Any = np.zeros(wire, np.int32)
         self.reset()
 
     def reset(self) -> None:
-        """Forgets the steps that are under way, and nothing else."""
-        shapes = self.shapes
-        self._memory = without_plan(self._memory)
-        self._planned_wire = np.zeros((shapes.slots, shapes.wire_columns), np.int32)
-        self._all_verified = False
+        """Forgets the steps that are under way, and nothing else.
+
+        The outcome of the last plan is still to be learned from.
+        """
         for width in self.chooser.drafting:
             self.withdraw(width)
         self.interrupt()
@@ -112,8 +112,6 @@ class Steering:
         self._ease = batch_ease(running)
         choice = self.chooser.next(self._costs, self._ease)
         self.expected = self.chooser.expected(choice)
-        if choice.width > 0 and not choice.planned:
-            self._all_verified = True
         return choice
 
     def _plan_costs(self, context: int, cap_ms: float, chunk: int = 0) -> StepCosts:
@@ -144,32 +142,38 @@ class Steering:
         """Of the machine, as far as costs are corrected."""
         return self.correction.slowdown if self.policy.correct else 1.0
 
-    def outlook(self) -> tuple[StepCosts, dict[Choice, Promise]]:
-        """What steps without a prompt cost, as last reckoned, and promise."""
+    def outlook(self) -> tuple[StepCosts, dict[Choice, Promise], Choice]:
+        """What steps without a prompt cost, as last reckoned, and promise; the best."""
         _, costs, _ = self._known[0]
-        return costs, self.chooser.promises(costs, self._ease)
+        promises = self.chooser.promises(costs, self._ease)
+        return costs, promises, self.chooser.best(promises)
 
     def decide(
         self,
         run: Executable,
         proposal: Proposal,
         state: DecodeState,
-        width: int,
+        choice: Choice,
         weight_B: np.ndarray,
+        waited_B: np.ndarray,
         wire: Any,
     ) -> tuple[Any, np.ndarray]:
-        """Plans on the device: what to keep, and the one read of the step."""
+        """Plans on the device: what to keep, and the one read of the step.
+
+        `waited_B`: drafting steps, at most, since a draft of a request was verified.
+        """
+        costs = self._costs.verifying() if choice.tries else self._costs
+        patience = self.policy.patience
         situation = Situation(
-            cost_ms_MR=self._costs.planned_MR.astype(np.float32),
-            width_index=np.int32(self.key.widths.index(width)),
+            cost_ms_MR=costs.planned_MR.astype(np.float32),
+            width_index=np.int32(self.key.widths.index(choice.width)),
             weight_B=weight_B,
-            all_verified=np.bool_(self._all_verified),
+            due_B=waited_B + 1 >= (np.inf if patience is None else patience),
         )
         self._dispatch(PLAN_WORK)
         keep_B, self._memory, bundle = run(
             proposal, state, self._memory, situation, self._planned_wire, wire
         )
-        self._all_verified = False
         return keep_B, np.asarray(bundle)
 
     def look(self, decision: Decision, weight_B: np.ndarray) -> None:

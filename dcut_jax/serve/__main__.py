@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib import import_module
 from types import FrameType
 from typing import TYPE_CHECKING, cast
@@ -23,6 +24,7 @@ from dcut_jax.decode.steps import Models
 from dcut_jax.engine.config import EngineConfig
 from dcut_jax.engine.engine import PREFILL_CHUNKS, Engine
 from dcut_jax.engine.load import load_pair
+from dcut_jax.engine.memory import kv_budget
 from dcut_jax.modes import WIDTH, add_mode_flags, build_engine, settle_mode
 from dcut_jax.processes import several
 from dcut_jax.prompts import DEFAULT, load_prompts
@@ -48,7 +50,11 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     p = argparse.ArgumentParser(prog="python -m dcut_jax.serve", description=__doc__)
     add_model_flags(p)
-    add_memory_flag(p)
+    add_memory_flag(
+        p,
+        "for all slots at full length, or where that is more than is free, four "
+        "fifths of what is",
+    )
     add_mesh_flags(p)
     p.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: loopback)"
@@ -191,6 +197,14 @@ def make_engine(args: argparse.Namespace) -> tuple[Target, Engine]:
         prefix_cache=not args.no_prefix_cache,
         shared_chunks=shared_chunks(pair.models, args.prefill_tokens),
     )
+    if config.kv_memory is None and (budget := kv_budget(pair.models, config)):
+        config = replace(config, kv_memory=budget)
+        print(
+            f"keys and values get the {budget / 2**20:.0f} MiB of each device that are "
+            f"free, less than {args.slots} slots of {args.max_length} tokens can fill: "
+            f"texts may wait for each other; --kv-memory sets another bound",
+            file=sys.stderr,
+        )
     return pair.target, build_engine(
         pair,
         config,
@@ -354,7 +368,7 @@ def answer(
 
     loop.run_until_complete(serve())
     if isinstance(engine, Leader) and scheduler.failure is not None:
-        leave(scheduler.failure)
+        leave(engine.cause(scheduler.failure))
     return 1 if scheduler.failure else 0
 
 

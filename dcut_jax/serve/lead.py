@@ -14,6 +14,7 @@ import secrets
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from typing import Any, NoReturn
@@ -140,6 +141,16 @@ class Leader:
     def lost(self) -> int | None:
         """A process that has ended."""
         return self.__dict__["_lost"]
+
+    def cause(self, failure: BaseException, wait_s: float = 1.0) -> BaseException:
+        """What made a step fail: a process that has ended, if one has.
+
+        What a step says then is of sockets, and may be heard before the line is.
+        """
+        end = time.monotonic() + wait_s
+        while self.lost is None and time.monotonic() < end:
+            time.sleep(wait_s / 20)
+        return failure if self.lost is None else Lost(self.lost)
 
     def alive(self) -> None:
         """Raises `Lost` once a process has ended."""

@@ -217,8 +217,10 @@ def document(model: str, keys: bool) -> dict[str, Any]:
     if keys:
         scheme = {"type": "http", "scheme": "bearer"}
         found["components"] = {"securitySchemes": {"key": scheme}}
-        for path in ("/v1/chat/completions", "/v1/completions"):
-            found["paths"][path]["post"]["security"] = [{"key": []}]
+        for path, operations in found["paths"].items():
+            if path.startswith("/v1/"):
+                for operation in operations.values():
+                    operation["security"] = [{"key": []}]
     return found
 
 

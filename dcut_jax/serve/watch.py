@@ -294,15 +294,14 @@ class Watch:
     def _outlook(self) -> dict[str, Any]:
         """What D-Cut expects of its choices, and what they cost; empty for others.
 
-        `gain`: tokens per ms of the best choice over those of plain decoding;
+        `gain`: tokens per ms of what it takes now, over those of plain decoding;
         `predicted_per_s`: tokens that it gives with every slot in use.
         """
         steering = self.engine.steering
         if steering is None:
             return {}
-        costs, promises = steering.outlook()
+        costs, promises, best = steering.outlook()
         plain = next((p for c, p in promises.items() if c.width == 0), None)
-        best = max(promises, key=lambda c: promises[c].per_ms)
         found: dict[str, Any] = {
             "predicted_per_s": promises[best].per_ms * 1e3 * self.engine.config.slots,
             "best": {"width": best.width, "planned": best.planned},

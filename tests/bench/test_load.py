@@ -13,6 +13,10 @@ import pytest
 from dcut_jax.bench.load import Load, Sample, replay, summarise
 from dcut_jax.bench.serve import cell, parse, rates, render, serve_arms
 
+# What a server says that dies before the next chunk: whole events, and half of one.
+WHOLE = b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n'
+BROKEN = {14: WHOLE, 15: WHOLE + WHOLE[:20]}
+
 
 class Handler(BaseHTTPRequestHandler):
     """Streams as many pieces as a request asks for tokens."""
@@ -27,6 +31,12 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(length))
         if body["max_tokens"] == 13:
             self.send_error(503)
+        elif body["max_tokens"] in BROKEN:
+            self.send_response(200)
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            said = BROKEN[body["max_tokens"]]
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(said), said))
         else:
             self.answer(body["max_tokens"])
         with self.lock:
@@ -39,6 +49,7 @@ class Handler(BaseHTTPRequestHandler):
             self.piece(choices=[{"delta": {"content": "a"}}])
             time.sleep(0.01)
         self.piece(choices=[], usage={"completion_tokens": tokens})
+        self.wfile.write(b"data: [DONE]\n\n")
 
     def piece(self, **data):
         self.wfile.write(b"data: " + json.dumps(data).encode() + b"\n\n")
@@ -74,6 +85,12 @@ def test_a_client_sees_tokens_times_and_failures(url):
     assert (whole.requests, whole.failed, whole.tokens) == (4, 1, 15)
     assert whole.goodput == whole.throughput > 0
     assert summarise(found, target_ms=0.001).goodput < whole.throughput
+
+
+def test_an_answer_that_breaks_off_is_a_failure_and_the_rest_goes_on(url):
+    found = replay(url, bodies(14, 2, 15, 3), Load(concurrency=1), 0)
+    assert [s.status for s in found] == [0, 200, 0, 200]
+    assert [s.text for s in found] == ["a", "aa", "a", "aaa"]
 
 
 def test_time_per_token_is_between_the_first_piece_and_the_last(url, monkeypatch):

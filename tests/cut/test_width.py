@@ -55,6 +55,10 @@ def run(chooser, steps, gain_MR, costs, *, honesty=None, noise=0.0, seed=0):
     return ran
 
 
+def look(width):
+    return Choice(width, planned=True, tries=True)
+
+
 def widths(ran):
     return [choice.width for choice in ran]
 
@@ -62,7 +66,7 @@ def widths(ran):
 def test_the_widest_is_looked_at_first_and_no_other_needs_to_be():
     made = world({3: 1.5, 7: 1.2, 15: 1.1}, full=1.05)
     ran = run(WidthChooser(LADDER), 6, *made)
-    assert ran == [Choice(15, True)] * 4 + [Choice(3, True)] * 2
+    assert ran == [look(15)] * 4 + [Choice(3, True)] * 2
 
 
 def test_a_large_batch_needs_one_first_look_a_small_one_more():
@@ -70,7 +74,7 @@ def test_a_large_batch_needs_one_first_look_a_small_one_more():
         gain_MR, costs = world({3: 1.5, 7: 1.2, 15: 1.1})
         chooser = WidthChooser(LADDER)
         for _ in range(looks):
-            assert chooser.next(costs) == Choice(15, True)
+            assert chooser.next(costs) == look(15)
             gains_MR = gain_MR * anchors / ANCHORS
             chooser.look(
                 requests=int(anchors),
@@ -78,7 +82,7 @@ def test_a_large_batch_needs_one_first_look_a_small_one_more():
                 gain_MR=gains_MR,
                 full_M=gains_MR[:, 1],
             )
-        assert chooser.next(costs) == Choice(3, True)
+        assert chooser.next(costs) == look(3)
 
 
 @pytest.mark.parametrize("best", WIDTHS)
@@ -144,7 +148,7 @@ def test_a_small_promise_is_tried_before_it_is_believed():
 def test_a_step_without_a_plan_is_planned_now_and_then():
     made = world({3: 1.3, 7: 1.0, 15: 0.5}, full=1.0)
     ran = run(WidthChooser(LADDER, probe_every=10), 200, *made)
-    assert 15 <= ran.count(Choice(3, True)) <= 21
+    assert 15 <= ran.count(look(3)) <= 21
     assert ran.count(Choice(3, False)) >= 150
 
 
@@ -274,7 +278,7 @@ def test_a_width_that_could_not_run_at_first_is_looked_at_once_it_can():
     narrow_MR = np.where(np.array(WIDTHS)[:, None] == 3, costs.planned_MR, np.inf)
     chooser = WidthChooser(LADDER)
     run(chooser, 60, gain_MR, costs._replace(planned_MR=narrow_MR))
-    assert run(chooser, 1, gain_MR, costs) == [Choice(15, planned=True)]
+    assert run(chooser, 1, gain_MR, costs) == [look(15)]
 
 
 def test_who_asks_what_is_promised_changes_nothing():
@@ -327,8 +331,9 @@ def test_plain_decoding_is_tried_again_where_drafts_are_best():
             true.full_M * np.array([factor[Choice(w, False)] for w in WIDTHS]),
         )
         ran += run(chooser, 1, gain_MR, believed)
-        ms = _choices(true)[ran[-1]]
-        correction.observe({work[ran[-1]]: ms}, ms)
+        choice = ran[-1]._replace(tries=False)
+        ms = _choices(true)[choice]
+        correction.observe({work[choice]: ms}, ms)
     assert ran[:40].count(PLAIN) < 10  # it is misled at first
     assert ran[-200:].count(PLAIN) >= 190
 
@@ -372,7 +377,34 @@ def test_what_it_knew_is_not_lost_in_a_spell_without_end():
     for _ in range(600_000):
         chooser._step += 1
     assert chooser.next(plain_only) == PLAIN
-    assert chooser._best(chooser.promises(costs)).width == 15
+    assert chooser.best(chooser.promises(costs)).width == 15
+
+
+def test_looks_are_charged_for_what_they_verify():
+    """Plans would verify nothing; a look has to, and is as rare as that costs."""
+
+    def spent(verify_ms):
+        row_ms = [1.02, 1 + verify_ms]
+        costs = StepCosts(1.0, np.array([row_ms] * 3), np.full(3, 1 + verify_ms))
+        chooser = WidthChooser(LADDER, probe_every=8)
+        ran = run(chooser, 4000, np.zeros((3, 2)), costs)[8:]
+        looks = [c for c in ran if c.planned]
+        assert all(c.tries for c in looks)
+        return len(looks), verify_ms * len(looks) / len(ran)
+
+    (cheap, _), (dear, lost) = spent(0.05), spent(1.0)
+    assert cheap > 3 * dear > 0
+    assert lost < 0.005 + 1.0 / (8 * 8)  # the narrowest has a longest spell
+
+
+def test_the_best_of_what_is_promised_may_be_plain_within_the_margin():
+    """What a server's page says is what is taken, not the largest promise."""
+    made = world({3: 1.01, 7: 0.9, 15: 0.8})
+    chooser = WidthChooser(LADDER)
+    run(chooser, 200, *made)
+    promises = chooser.promises(made[1])
+    assert promises[Choice(3, True)].per_ms > promises[PLAIN].per_ms
+    assert chooser.best(promises) == PLAIN
 
 
 def test_few_requests_tell_little_of_many():

@@ -86,6 +86,20 @@ class TestCalibration:
         assert kept - planned[-1].kept <= raw.count_X.sum() <= kept
         assert raw.survived_X.sum() <= sum(r.accepted for r in planned)
 
+    def test_the_last_outcome_of_some_requests_is_learned_with_the_next(self, build):
+        engine = build(wide_is_free, plain=False, bypass=False)
+        for _ in range(2):
+            engine.reset()  # in the midst of the first
+            engine.admit(engine.prefill(Request(EASY[0], 60)))
+            for _ in range(3):
+                engine.step()
+            engine.flush()
+        raw, _ = engine.steering.reliability()
+        kept = [r.kept for r in engine.records]
+        assert len(kept) == 6
+        assert min(kept) > 0
+        assert raw.count_X.sum() == sum(kept[:5])
+
     def test_without_it_confidences_stand_for_themselves(self, build):
         engine = build(wide_is_free, plain=False, bypass=False, calibrate=False)
         engine.generate([Request(p, 30) for p in EASY])

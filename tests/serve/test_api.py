@@ -290,7 +290,11 @@ class TestLooking:
         assert after["dcut_slots"] == 3
         assert after["dcut_slots_used"] == after["dcut_queue_length"] == 0
         assert 1 <= after["dcut_mean_accepted_length"] <= 8
-        assert after['dcut_tpot_ms{quantile="0.99"}'] > 0
+        worst = after['dcut_tpot_ms{quantile="0.99"}']
+        assert 0 < after["dcut_keep_share"] <= 1
+        assert 0 < after["dcut_mean_width"] <= 7
+        assert after["dcut_tokens_per_second"] >= 0
+        assert 0 < after['dcut_tpot_ms{quantile="0.50"}'] <= worst
         steps = sum(v for k, v in after.items() if k.startswith("dcut_steps_total"))
         tiers = sum(v for k, v in after.items() if k.startswith("dcut_tier_steps_t"))
         assert steps == tiers > 0

@@ -2,11 +2,16 @@
 
 import asyncio
 import random
+import threading
+import time
 from collections import Counter
+from dataclasses import replace
 
 import httpx
 import pytest
 
+from dcut_jax.engine.engine import Engine
+from dcut_jax.engine.paging import bytes_of_page
 from dcut_jax.engine.requests import Request
 from dcut_jax.serve.scheduler import Job, Limits
 
@@ -14,12 +19,13 @@ COMPLETION = "/v1/completions"
 EVENTS = 1000
 
 
-def requests(count, rng):
+def requests(count, rng, openings=("",)):
     """Bodies that go well, few enough to know their texts."""
     return [
         {
             "model": "tiny",
-            "prompt": "".join(rng.choices("abc de", k=rng.randint(1, 20))) or "a",
+            "prompt": rng.choice(openings)
+            + "".join(rng.choices("abc de", k=rng.randint(1, 20))),
             "max_tokens": rng.randint(1, 24),
             "temperature": rng.choice([0, 0.8, 1.2]),
             "seed": rng.randint(0, 5),
@@ -121,6 +127,7 @@ class Fuzzer:
         body = body | {"deadline_ms": self.rng.choice([0.01, 5, 50])}
         got = await self.http.post(COMPLETION, json=body)
         assert got.status_code in (200, 408, 503), got.text
+        self.seen["too late"] += got.status_code == 408
         if got.status_code == 200:
             assert got.json()["choices"][0]["text"] == self.want[index]
 
@@ -137,10 +144,27 @@ class Fuzzer:
                     group.create_task(work())
 
 
-@pytest.mark.parametrize("seed", [7])
-def test_random_events(start, plain, text, seed):
+@pytest.fixture(scope="module")
+def crowded(tiny, config, engine):
+    """An engine with pages for two texts of full length where there are three slots."""
+    config = replace(config, kv_memory=4 * bytes_of_page(tiny, config.cache_dtype))
+    return Engine(tiny, config, engine.policy, compiler=engine.compiler)
+
+
+def assert_all_pages_are_back(engine):
+    paging = engine.paging
+    assert paging.used == 0
+    assert paging.free + paging.cached == engine.shapes.pages
+
+
+@pytest.mark.parametrize(("seed", "which"), [(7, "engine"), (8, "crowded")])
+def test_random_events(request, serve, plain, text, seed, which):
+    engine = request.getfixturevalue(which)
+    scarce = which == "crowded"
     rng = random.Random(seed)
-    bodies = requests(24, rng)
+    # Of 112 tokens, to grow beyond a page, and of 140, to share one.
+    long = ["abcd fgh" * 16, "abcd fgh" * 20] if scarce else []
+    bodies = requests(24, rng, openings=["", *long])
     want = [
         text.decode(
             plain(
@@ -155,16 +179,23 @@ def test_random_events(start, plain, text, seed):
         )
         for b in bodies
     ]
-    live = start(limits=Limits(queue=12, per_client=100, prefill_tokens=32))
+    limits = Limits(queue=12, per_client=100, prefill_tokens=32)
+    live = serve(engine, text, limits=limits)
+    request.addfinalizer(live.stop)
+    preempted, found = engine.preemptions, engine.found_tokens
     live.post(max_tokens=1)
     live.settle()
     tasks = len(asyncio.all_tasks(live.loop))
     fuzzer = Fuzzer(live.url, rng, bodies, want)
     asyncio.run(fuzzer.run(EVENTS, together=20))
     print(fuzzer.seen)
-    kinds = ("whole", "stream", "leaves", "late", "told why")
+    kinds = ("whole", "stream", "leaves", "told why", "gave up")
     assert min(fuzzer.seen[k] for k in kinds) > 20
+    assert fuzzer.seen["too late"] > 0
     live.settle()
+    assert_all_pages_are_back(engine)
+    assert (engine.preemptions > preempted) == scarce
+    assert (engine.found_tokens > found) == scarce
     assert live.scheduler.failure is None
     assert live.engine.running == 0
     assert live.scheduler.waiting == 0
@@ -178,5 +209,14 @@ def test_random_events(start, plain, text, seed):
         live.call(asyncio.sleep(0.05))
     assert len(asyncio.all_tasks(live.loop)) <= tasks
     live.http = httpx.Client(base_url=live.url, timeout=120)
+    draining = Fuzzer(live.url, rng, bodies, want)
+    crowd = threading.Thread(target=asyncio.run, args=(draining.run(60, together=20),))
+    crowd.start()
+    while not live.scheduler.busy:
+        assert crowd.is_alive(), "they have come and gone"
+        time.sleep(1e-3)
     assert live.call(live.scheduler.drain(60)) is True
+    crowd.join(120)
+    assert draining.seen["refused"] > 0
+    assert_all_pages_are_back(engine)
     assert live.post(max_tokens=1).status_code == 503

@@ -121,7 +121,10 @@ def test_one_that_is_lost_ends_what_runs_and_refuses_more(
     live = serve(Leader(pair_of_engines[0], [here]), text)
     live.scheduler.alive = live.engine.alive
     assert live.post(max_tokens=3).status_code == 200
+    first_heard = RuntimeError("a socket is closed")
+    assert live.engine.cause(first_heard, wait_s=0.01) is first_heard
     there.close()
+    assert isinstance(live.engine.cause(first_heard, wait_s=10), Lost)
     for _ in range(300):
         if live.http.get("/health").status_code == 503:
             break

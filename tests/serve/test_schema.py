@@ -57,6 +57,15 @@ def test_the_name_that_is_served_is_in_the_document():
     assert request["properties"]["model"]["enum"] == ["mine"]
 
 
+def test_whatever_wants_a_key_says_so():
+    paths = document("mine", keys=True)["paths"]
+    guarded = {
+        path for path, of in paths.items() for o in of.values() if "security" in o
+    }
+    assert guarded == {path for path in paths if path.startswith("/v1/")}
+    assert "security" not in str(document("mine", keys=False)["paths"])
+
+
 @pytest.mark.slow
 def test_schemathesis_finds_no_fault(start):
     live = start()
