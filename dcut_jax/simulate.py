@@ -17,11 +17,11 @@ import numpy as np
 from jaxtyping import Array
 
 from dcut_jax.cut.calibration import Calibration, calibrate, identity, learn
+from dcut_jax.cut.choice import Choice, StepCosts
 from dcut_jax.cut.ease import Ease, batch_ease
 from dcut_jax.cut.fairness import Fairness, Progress, weights
 from dcut_jax.cut.numpy_plan import NumpyPlan, Objective, plan_numpy
 from dcut_jax.cut.survival import log_survival
-from dcut_jax.cut.width import Choice, StepCosts
 
 
 class Drafts(NamedTuple):

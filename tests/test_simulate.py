@@ -5,9 +5,10 @@ import copy
 import numpy as np
 import pytest
 
+from dcut_jax.cut.choice import PLAIN, Choice, StepCosts
 from dcut_jax.cut.plan import plan
 from dcut_jax.cut.survival import log_survival
-from dcut_jax.cut.width import PLAIN, Choice, StepCosts, WidthChooser
+from dcut_jax.cut.width import WidthChooser
 from dcut_jax.simulate import (
     Acceptance,
     Always,

@@ -7,7 +7,7 @@ from dcut_jax.cost.online import Work
 from dcut_jax.cost.roofline import Roofline
 from dcut_jax.cost.select import roofline_table
 from dcut_jax.cost.table import CostTable
-from dcut_jax.cut.width import StepCosts
+from dcut_jax.cut.choice import StepCosts
 from dcut_jax.decode.defer import CATCH_UPS
 from dcut_jax.decode.steps import StepShapes, anchors_only
 from dcut_jax.engine.policy import (

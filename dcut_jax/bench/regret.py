@@ -19,7 +19,7 @@ from dcut_jax.cost.devices import find_device
 from dcut_jax.cost.mesh import MeshShape
 from dcut_jax.cost.roofline import Roofline
 from dcut_jax.cost.shapes import read_shape, targets_directory, usual_drafter
-from dcut_jax.cut.width import StepCosts
+from dcut_jax.cut.choice import StepCosts
 from dcut_jax.decode.defer import CATCH_UPS
 from dcut_jax.decode.steps import StepShapes, anchors_only
 from dcut_jax.engine.policy import (

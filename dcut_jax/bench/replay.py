@@ -44,8 +44,8 @@ from dcut_jax.bench.regret import RegretCell, cases, regret_cells, regret_table
 from dcut_jax.bench.report import COLUMNS
 from dcut_jax.cli import bar
 from dcut_jax.cost.table import CostTable
+from dcut_jax.cut.choice import PLAIN, Choice, StepCosts
 from dcut_jax.cut.fairness import jain_index
-from dcut_jax.cut.width import PLAIN, Choice, StepCosts
 from dcut_jax.decode.steps import StepShapes
 from dcut_jax.engine.policy import (
     ArPolicy,

@@ -9,9 +9,10 @@ import numpy as np
 from dcut_jax.cost.online import MOST_FACTOR, Work
 from dcut_jax.cost.select import Wanted
 from dcut_jax.cost.table import CostError, CostTable
+from dcut_jax.cut.choice import StepCosts
 from dcut_jax.cut.fairness import Fairness
 from dcut_jax.cut.numpy_plan import Objective, ratio_fractions
-from dcut_jax.cut.width import StepCosts, WidthChooser
+from dcut_jax.cut.width import WidthChooser
 from dcut_jax.decode.decide import PlanKey
 from dcut_jax.decode.defer import CATCH_UPS, ROOM
 from dcut_jax.decode.pack import Layout, layout, tier_rows

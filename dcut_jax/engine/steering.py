@@ -11,8 +11,9 @@ import numpy as np
 
 from dcut_jax.cost.online import Correction, Work
 from dcut_jax.cut.calibration import Calibration, Reliability
+from dcut_jax.cut.choice import Choice, StepCosts
 from dcut_jax.cut.ease import Ease, batch_ease
-from dcut_jax.cut.width import Choice, Promise, StepCosts
+from dcut_jax.cut.evidence import Promise
 from dcut_jax.decode.compile import Executable
 from dcut_jax.decode.decide import (
     Decision,

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from dcut_jax.cost.online import Correction
-from dcut_jax.cut.width import PLAIN, Choice, StepCosts, WidthChooser
+from dcut_jax.cut.choice import PLAIN, Choice, StepCosts
+from dcut_jax.cut.evidence import Evidence
+from dcut_jax.cut.width import WidthChooser
 
 WIDTHS = (3, 7, 15)
 LADDER = (0, *WIDTHS)
@@ -437,17 +439,16 @@ def test_few_requests_tell_little_of_many():
 
 def test_weights_do_not_enter_what_is_accepted_of_what_was_predicted():
     # One heavy request gets little, three light ones much.
-    chooser = WidthChooser((3,), probe_every=5)
-    costs = StepCosts(np.inf, np.array([[np.inf, 2.0]]), np.array([1.9]))
-    for _ in range(400):
-        choice = chooser.next(costs)
-        if choice.planned:
-            gain_MR = np.array([[0.0, 0.2 + 0.1 * 3 * 2.0]])
-            full_M = np.array([0.2 + 3 * 2.0])
-            chooser.look(requests=4, anchors=1.3, gain_MR=gain_MR, full_M=full_M)
-        predicted = 6.2 if choice.planned else None
-        chooser.outcome(choice, requests=4, predicted=predicted, accepted=6.2)
-    assert chooser.scale(3) == pytest.approx(1.0, abs=0.01)
+    evidence = Evidence((3,))
+    gain_MR = np.array([[0.0, 0.2 + 0.1 * 3 * 2.0]])
+    full_M = np.array([0.2 + 3 * 2.0])
+    for step in range(400):
+        planned = step % 5 == 0
+        if planned:
+            evidence.look(step, requests=4, anchors=1.3, gain_MR=gain_MR, full_M=full_M)
+        predicted = 6.2 if planned else None
+        evidence.outcome(3, requests=4, predicted=predicted, accepted=6.2)
+    assert evidence.scale(3) == pytest.approx(1.0, abs=0.01)
 
 
 class TestCap:

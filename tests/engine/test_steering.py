@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dcut_jax.cost.online import Correction
-from dcut_jax.cut.width import Choice
+from dcut_jax.cut.choice import Choice
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.engine.config import EngineConfig
 from dcut_jax.engine.engine import Engine

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcut_jax.cut.width import PLAIN
+from dcut_jax.cut.choice import PLAIN
 from dcut_jax.decode.steps import Models
 from dcut_jax.engine.config import EngineConfig
 from dcut_jax.engine.engine import Engine
