@@ -1,5 +1,6 @@
 """Whatever is asked, with everything on: AR's text, one read a step, no compilation."""
 
+from collections import deque
 from dataclasses import replace
 from itertools import count
 
@@ -10,10 +11,15 @@ from hypothesis import strategies as st
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.engine.config import EngineConfig
 from dcut_jax.engine.engine import Engine
+from dcut_jax.engine.paging import bytes_of_page
 from dcut_jax.engine.policy import ArPolicy, unmeasured
 from dcut_jax.engine.requests import Request
 
-CONFIG = EngineConfig(4, 200, sampling=True, logprobs=True)
+# Pages for two texts and a half of full length, where there are four slots.
+CONFIG = EngineConfig(
+    4, 200, sampling=True, logprobs=True, likeliest=2, shared_chunks=(32,)
+)
+PAGES = 5
 WORDS = 101
 
 
@@ -48,14 +54,15 @@ def engines(pair, invented_table):
         probe_every=3,
         probe_share=1.0,
     )
+    config = replace(CONFIG, kv_memory=PAGES * bytes_of_page(pair, "float32"))
     table = invented_table(
         policy,
-        CONFIG.shapes(pair),
+        config.shapes(pair),
         lambda lay: 10.0 + 0.1 * lay.rows,
         draft_ms=lambda width: 1e-3,
     )
     compiler = Compiler(pair, "float32")
-    everything = Engine(pair, CONFIG, replace(policy, table=table), compiler=compiler)
+    everything = Engine(pair, config, replace(policy, table=table), compiler=compiler)
     return everything, Engine(pair, CONFIG, ArPolicy(), compiler=compiler)
 
 
@@ -90,6 +97,23 @@ def any_request(draw):
     )
 
 
+def served(engine, requests):
+    """Completions where prompts are run beside those who decode, as a server does."""
+    engine.reset()
+    found, waiting, begun = [], deque(requests), None
+    while waiting or begun or engine.running:
+        if begun is None and waiting:
+            begun = engine.begin_prefill(waiting.popleft())
+        if begun and not begun.left and engine.admits(begun.request):
+            found.append(engine.admit(engine.end_prefill(begun)))
+            begun = None
+        elif begun and begun.left and not engine.active:
+            engine.prefill_chunk(begun)
+        elif engine.running:
+            engine.step(begun if begun and begun.left else None)
+    return found
+
+
 @pytest.mark.slow
 def test_the_text_is_ars_each_step_reads_once_and_nothing_compiles(
     engines, reads, compilations, monkeypatch
@@ -97,9 +121,9 @@ def test_the_text_is_ars_each_step_reads_once_and_nothing_compiles(
     engine, plain = engines
     step, read = engine.step, []
 
-    def watched():
+    def watched(*beside):
         reads.reads = 0
-        step()
+        step(*beside)
         assert reads.reads <= 1  # the first has nothing to read
         read.append(reads.reads)
 
@@ -107,18 +131,20 @@ def test_the_text_is_ars_each_step_reads_once_and_nothing_compiles(
         want = [(c.tokens, c.finish) for c in plain.generate(requests)]
         executables = engine.compiler.count
         compilations.clear()
-        found = [(c.tokens, c.finish) for c in engine.generate(requests)]
+        found = [(c.tokens, c.finish) for c in served(engine, requests)]
         engine.steering.reliability()
         assert found == want
         assert compilations == []
         assert engine.compiler.count == executables
 
-    engine.generate(ONE_OF_EACH)  # what JAX itself compiles once in a process
+    served(engine, ONE_OF_EACH)  # what JAX itself compiles once in a process
     engine.steering.reliability()
     kinds = {(r.width > 0, r.decision is not None) for r in engine.records}
-    assert kinds >= {(True, True), (False, False)}
+    assert kinds >= {(True, True), (True, False), (False, False)}
+    assert any(r.prompt_rows for r in engine.records)
     monkeypatch.setattr(engine, "step", watched)
     check(ONE_OF_EACH[::-1])
     assert read[1:] == [1] * (len(read) - 1)
     anything = st.lists(any_request(), min_size=1, max_size=9)
     settings(max_examples=30, deadline=None)(given(anything)(check))()
+    assert engine.preemptions > 0

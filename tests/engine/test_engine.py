@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dcut_jax.cost.table import CostError
 from dcut_jax.decode import sample
@@ -390,6 +392,7 @@ class TestAcceptance:
 def test_keeping_everything_is_the_path_without_a_plan(
     build, shapes_of, invented_table, prompts
 ):
+    """Tokens, state and caches, bit for bit (`docs/design.md`, what always holds)."""
     policy = dcut(
         shapes_of(4),
         invented_table,
@@ -398,23 +401,34 @@ def test_keeping_everything_is_the_path_without_a_plan(
         plain=False,
         bypass=False,
     )
-    # No more than there are slots, since a plan learns of a free slot one step later.
-    requests = [Request(p, 20 + 5 * i) for i, p in enumerate(prompts[:4])]
     plain, planned = build(FixedPolicy(7), 4), build(policy, 4)
-    want, got = plain.generate(requests), planned.generate(requests)
-    assert got == want
-    assert [r.committed for r in planned.records] == [
-        r.committed for r in plain.records
-    ]
-    assert all(r.kept == 7 * r.active for r in planned.records)
-    for engine in (plain, planned):  # one has told steps of its last free slot
-        engine.state = replace(engine.state, table_BN=engine.paging.table_BN)
-    for name in ("state", "caches"):
-        jax.tree.map(
-            np.testing.assert_array_equal,
-            getattr(planned, name),
-            getattr(plain, name),
-        )
+
+    def check(requests):
+        for engine in (plain, planned):
+            engine.records = []
+        want, got = plain.generate(requests), planned.generate(requests)
+        assert got == want
+        assert [r.committed for r in planned.records] == [
+            r.committed for r in plain.records
+        ]
+        assert all(r.kept == 7 * r.active for r in planned.records)
+        for engine in (plain, planned):  # one has told steps of its last free slot
+            engine.state = replace(engine.state, table_BN=engine.paging.table_BN)
+        for name in ("state", "caches"):
+            jax.tree.map(
+                np.testing.assert_array_equal,
+                getattr(planned, name),
+                getattr(plain, name),
+            )
+
+    check([Request(p, 20 + 5 * i) for i, p in enumerate(prompts[:4])])
+    # No more than there are slots, since a plan learns of a free slot one step later.
+    some = st.lists(
+        st.builds(Request, st.sampled_from(prompts), st.integers(2, 40)),
+        min_size=1,
+        max_size=4,
+    )
+    settings(max_examples=10, deadline=None)(given(some)(check))()
 
 
 @pytest.fixture(scope="module")

@@ -59,6 +59,7 @@ def test_the_hard_quarter_gains(pair):
         queues = {hard: cycle(rs) for hard, rs in kinds.items()}
         slots = [None] * SLOTS
         tokens, waited, longest_wait = np.zeros(SLOTS), np.zeros(SLOTS), 0
+        kept = np.zeros(SLOTS)
         for _ in range(STEPS):
             for i, (hard, running) in enumerate(slots_of(slots)):
                 if running is None or running.finish != "running":
@@ -68,6 +69,7 @@ def test_the_hard_quarter_gains(pair):
             before = [len(c.tokens) for c in slots]
             engine.step()
             keep_B = np.asarray(engine.steering._memory.keep_B)
+            kept += keep_B
             waited = np.where(keep_B > 0, 0, waited + 1)
             longest_wait = max(longest_wait, waited.max())
             tokens += [len(c.tokens) - n for c, n in zip(slots, before, strict=True)]
@@ -78,14 +80,18 @@ def test_the_hard_quarter_gains(pair):
             for r in engine.records
         )
         hard_rate, easy_rate = tokens[-HARD:].mean() / ms, tokens[:-HARD].mean() / ms
-        found[fairness] = hard_rate
+        share = kept[-HARD:].sum() / kept.sum()
+        found[fairness] = hard_rate, share
         print(
             f"{fairness}: {tokens.sum() / ms:.2f} tokens per unit of cost, easy "
             f"{easy_rate:.3f}, hard {hard_rate:.3f} a request; "
-            f"Jain {jain_index(tokens):.3f}; longest wait {longest_wait:.0f} steps"
+            f"Jain {jain_index(tokens):.3f}; longest wait {longest_wait:.0f} steps; "
+            f"of verified drafts hard ones are {share:.3f}"
         )
         assert longest_wait <= PATIENCE
-    assert found["proportional"] > found["equal"]
+    (hard, share), (equal_hard, equal_share) = found["proportional"], found["equal"]
+    assert share > 1.1 * equal_share  # what weights do
+    assert hard > equal_hard  # and what comes of it
 
 
 def slots_of(slots):
