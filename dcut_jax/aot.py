@@ -32,7 +32,7 @@ from dcut_jax.cost.table import CostTable
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.decode.placing import abstract
 from dcut_jax.decode.steps import Models, StepShapes, anchors_only, everything
-from dcut_jax.engine.engine import PREFILL_CHUNKS
+from dcut_jax.engine.dispatch import PREFILL_CHUNKS
 from dcut_jax.engine.policy import DCutPolicy
 from dcut_jax.engine.synthetic import usual_drafter_config
 from dcut_jax.files import write_text

@@ -48,7 +48,7 @@ WITHOUT: dict[str, dict[str, Any]] = {
     "dcut-no-correction": {"correct": False},
 }
 PHASE_STEPS = 2
-WARM_STEPS = 4
+WARM_STEPS = 8
 
 
 # Two logits closer than this may change places when another batch shape rounds them.
@@ -297,8 +297,8 @@ def decode_cell(
         jax.block_until_ready(engine.caches)
 
     engine.time_phases = False
-    if round == 0:  # the policy's first looks, and the caches' first touch
-        for _ in range(max(WARM_STEPS, -(-FIRST_REQUESTS // B) + 1)):
+    if round == 0:  # the policy's first looks and steps, and the caches' first touch
+        for _ in range(WARM_STEPS + -(-FIRST_REQUESTS // B)):
             refill()
             with arm.watch.running():
                 engine.step()

@@ -13,6 +13,9 @@ _LONGEST_SPELL = 8
 # Steps after which a plain step is due where drafts seem better: only by its side is it
 # seen that drafting costs more than was measured.
 _PLAIN_EVERY = 8
+# Plain steps, between drafting ones, that are taken first whatever they lose: a cost
+# that was measured in a bad moment is soon seen to be wrong.
+_FIRST_PLAIN = 4
 
 
 class _Charge(NamedTuple):
@@ -37,8 +40,8 @@ class Probes:
     be lost again and again. A width that promises more than plain decoding but not
     safely is tried at once, and for as long as its budget covers what it loses. Plain
     decoding is tried more often (8 steps), unless it is further behind than costs may
-    err. Only it and the narrowest are never left out for longer than eight times
-    `every` steps, whatever that costs.
+    err, and at first in every second step, four times. Only it and the narrowest are
+    never left out for longer than eight times `every` steps, whatever that costs.
 
     Args:
       drafting: the widths that draft, rising.
@@ -51,6 +54,7 @@ class Probes:
         self._drafting = tuple(drafting)
         self._every, self._share, self._costs_err = every, share, costs_err
         self._looked: dict[int, int] = {}  # the step that last showed a width
+        self._plain = 0  # steps taken
         self._budget_ms: dict[int, float] = {}
         self._charged: dict[int, _Charge] = {}
 
@@ -58,6 +62,7 @@ class Probes:
         """A step was chosen."""
         if choice.planned or choice == PLAIN:
             self._looked[choice.width] = step
+        self._plain += choice == PLAIN
 
     def pick(
         self, step: int, best: Choice, promises: Mapping[Choice, Promise]
@@ -88,6 +93,7 @@ class Probes:
             waited = step - self._looked.get(width, -self._every)
             longest = self._every * _LONGEST_SPELL
             forced = width in (0, self._drafting[0]) and waited >= longest
+            forced |= width == 0 and self._plain < _FIRST_PLAIN and waited >= 2
             # What may be better than plain decoding is tried again once it is known
             # how the last try went, for as long as tries do not lose.
             doubted = best == PLAIN and loss_ms == 0 and width not in self._charged

@@ -16,7 +16,7 @@ from dcut_jax.decode import steps as S
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.decode.placing import abstract
 from dcut_jax.engine.config import EngineConfig
-from dcut_jax.engine.engine import PREFILL_CHUNKS
+from dcut_jax.engine.dispatch import PREFILL_CHUNKS
 from dcut_jax.mesh import Placement
 
 

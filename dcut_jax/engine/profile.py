@@ -6,7 +6,7 @@ import os
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from dcut_jax.decode.decide import Situation, init_memory
 from dcut_jax.decode.defer import CATCH_UPS
 from dcut_jax.decode.pack import Layout
 from dcut_jax.engine.config import EngineConfig, device_of
+from dcut_jax.engine.dispatch import agree
 from dcut_jax.engine.engine import Engine
 from dcut_jax.engine.paging import dealt_out
 from dcut_jax.engine.policy import ArPolicy, DCutPolicy
@@ -165,7 +166,7 @@ def profile(
         _steps(engine, policies, contexts(config), ready),
         rounds=rounds,
         enough_ms=ENOUGH_MS,
-        agree=engine.agree,
+        agree=partial(agree, engine.compiler),
         on_progress=progress,
     ).items():
         found[kind][tuple(cell)] = samples
@@ -234,7 +235,7 @@ def _steps(
         token_P: Any = np.resize(np.asarray(ready.request.prompt, np.int32), chunk)
         # In the middle of a prompt, as they are on the average.
         at = np.int32(max(context - chunk, 0) // 2), np.int32(chunk)
-        drawn = engine.sampling_of(ready.request)
+        drawn = engine.dispatch.sampling_of(ready.request)
 
         def step() -> object:
             asked = engine.caches.target, states[context], proposal.token_BK, keep_B
@@ -309,7 +310,7 @@ def _fill(engine: Engine, prompt: Sequence[int], context: int) -> Prefilled:
     table_BN = dealt_out(engine.shapes)
     for i in range(engine.config.slots):
         ready = distinct[i % len(distinct)]
-        engine.place(i, ready, engine.shapes.positions, table_BN[i])
+        engine.dispatch.insert(i, ready, engine.shapes.positions, table_BN[i])
     table = engine.compiler.table(table_BN)
     engine.state = replace(engine.state, table_BN=table)
     return distinct[0]

@@ -22,7 +22,8 @@ from dcut_jax.cli import (
 from dcut_jax.config import ConfigError
 from dcut_jax.decode.steps import Models
 from dcut_jax.engine.config import EngineConfig
-from dcut_jax.engine.engine import PREFILL_CHUNKS, Engine
+from dcut_jax.engine.dispatch import PREFILL_CHUNKS
+from dcut_jax.engine.engine import Engine
 from dcut_jax.engine.load import load_pair
 from dcut_jax.engine.memory import kv_budget
 from dcut_jax.modes import WIDTH, add_mode_flags, build_engine, settle_mode

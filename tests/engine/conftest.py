@@ -12,8 +12,7 @@ from dcut_jax.cost.table import CostTable
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.decode.defer import CATCH_UPS
 from dcut_jax.decode.steps import Models
-from dcut_jax.engine import engine as engine_module
-from dcut_jax.engine import steering as steering_module
+from dcut_jax.engine import absorb, batch, dispatch, engine, steering
 from dcut_jax.models.dense import head_VE
 from dcut_jax.weights.dflash import load_drafter
 from dcut_jax.weights.hf import load_hf
@@ -173,7 +172,7 @@ def reads(monkeypatch):
         counting.reads += 1
         return value.fget(x)
 
-    for module in (engine_module, steering_module):
+    for module in (absorb, batch, dispatch, engine, steering):
         monkeypatch.setattr(module, "np", counting)
     monkeypatch.setattr(array, "_value", property(read))
     return counting

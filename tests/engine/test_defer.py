@@ -42,7 +42,7 @@ def test_after_a_catch_up_nothing_is_missing(engine, steps):
     done = [engine.admit(engine.prefill(Request(p, 120))) for p in PROMPTS[:2]]
     for _ in range(steps):
         engine.step()
-    engine._catch_up()
+    engine.dispatch.catch_up()
     for slot, (prompt, completion) in enumerate(zip(PROMPTS, done, strict=False)):
         assert len(completion.tokens) == steps + 1
         assert_up_to_date(engine, slot, prompt, completion)
@@ -56,7 +56,7 @@ def test_a_slot_that_gets_another_request(engine):
     other = engine.admit(engine.prefill(Request(PROMPTS[2], 60)))
     for _ in range(3):
         engine.step()
-    engine._catch_up()
+    engine.dispatch.catch_up()
     assert_up_to_date(engine, 0, PROMPTS[2], other)
     assert_up_to_date(engine, 1, PROMPTS[1], long)
 

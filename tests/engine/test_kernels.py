@@ -9,7 +9,7 @@ import pytest
 
 from dcut_jax.config import DrafterConfig, ExpertsConfig, ModelConfig, RopeConfig
 from dcut_jax.decode.steps import Models
-from dcut_jax.engine import engine as engine_module
+from dcut_jax.engine import dispatch
 from dcut_jax.engine.config import EngineConfig
 from dcut_jax.engine.engine import Engine
 from dcut_jax.engine.policy import ArPolicy, FixedPolicy, unmeasured
@@ -85,7 +85,7 @@ def run(models, policy, requests, **forms):
 
 def test_drafts_and_verification_with_attention_in_the_kernel(models, monkeypatch):
     """And prefill; the drafter's layer has a window."""
-    monkeypatch.setattr(engine_module, "PREFILL_CHUNKS", (32,))  # fewer to compile
+    monkeypatch.setattr(dispatch, "PREFILL_CHUNKS", (32,))  # fewer to compile
     requests = some_requests(VOCAB - 1)
     want, _ = run(models, FixedPolicy(3), requests)
     forms = Backends(attention="pallas_interpret")

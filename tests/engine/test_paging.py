@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dcut_jax.decode.steps import Models
-from dcut_jax.engine import engine as engine_module
+from dcut_jax.engine import dispatch
 from dcut_jax.engine.config import EngineConfig
 from dcut_jax.engine.engine import Engine
 from dcut_jax.engine.paging import bytes_of_page, dealt_out
@@ -168,7 +168,7 @@ class TestPrefixes:
         engine = make("ar")
         prompt = long[4][:120]
         engine.generate([Request(prompt, 12)])  # the page is full after eight steps
-        assert engine._behind == 11
+        assert engine.dispatch.behind == 11
         assert engine.begin_prefill(Request((*prompt, *[3] * 20), 2)).found == 0
         assert engine.paging.cached == 0
 
@@ -233,12 +233,12 @@ class TestTooFewPages:
         running = [engine.admit(engine.prefill(r)) for r in some]
         while not engine.preemptions:
             engine.step()
-        assert [s.completion for s in engine._aside] == [running[1]]
+        assert [s.completion for s in engine.batch.aside] == [running[1]]
         assert (engine.running, engine.active) == (3, 2)
         assert not engine.admits(Request((1,), 2))
         while engine.preemptions < 2:
             engine.step()
-        assert [s.completion for s in engine._aside] == [running[2], running[1]]
+        assert [s.completion for s in engine.batch.aside] == [running[2], running[1]]
         while engine.running:
             engine.step()
             assert_adds_up(engine, used=engine.paging.used)
@@ -254,7 +254,7 @@ class TestTooFewPages:
         slow = Request(long[3][:20], 100, temperature=3.0)
         asked = [growing[0], slow, growing[2]]
         running = [engine.admit(engine.prefill(r)) for r in asked]
-        while not engine._aside:
+        while not engine.batch.aside:
             engine.step()
         engine.cancel(running[2])
         assert running[2].finish == "cancelled"
@@ -264,13 +264,13 @@ class TestTooFewPages:
         assert engine.running == 0
         assert_adds_up(engine)
         # Or while it comes back, which takes a few steps.
-        monkeypatch.setattr(engine_module, "PREFILL_CHUNKS", (32,))
+        monkeypatch.setattr(dispatch, "PREFILL_CHUNKS", (32,))
         engine.reset()
         running = [engine.admit(engine.prefill(r)) for r in asked]
-        while engine._returning is None and engine.running:
+        while engine.batch.returning is None and engine.running:
             engine.step()
         engine.cancel(running[2])
-        assert engine._returning is None
+        assert engine.batch.returning is None
         while engine.running:
             engine.step()
         assert [d.finish for d in running] == ["length", "length", "cancelled"]
@@ -280,7 +280,7 @@ class TestTooFewPages:
         engine = make("ar")
         engine.reset()
         running = [engine.admit(engine.prefill(r)) for r in growing[:3]]
-        while not engine._aside:
+        while not engine.batch.aside:
             engine.step()
         engine.reset()
         assert {done.finish for done in running} == {"cancelled"}

@@ -11,7 +11,7 @@ import pytest
 
 from dcut_jax.bench.published import load_published
 from dcut_jax.decode.compile import Compiler
-from dcut_jax.engine import engine, synthetic
+from dcut_jax.engine import dispatch, synthetic
 from dcut_jax.engine.config import EngineConfig
 from dcut_jax.engine.engine import Engine
 from dcut_jax.engine.load import load_pair
@@ -78,7 +78,7 @@ def texts(pair):
     config = EngineConfig(8, 100)
     requests = [Request((3 * i % 200, 7, 11 * i % 200), 80) for i in range(8)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "PREFILL_CHUNKS", (32,))  # one to compile
+        patch.setattr(dispatch, "PREFILL_CHUNKS", (32,))  # one to compile
         drafting = Engine(pair.models, config, FixedPolicy(3))
         return requests, drafting.generate(requests), drafting
 

@@ -285,7 +285,7 @@ def test_the_engine_drafts_and_decodes_as_the_reference(shipped, prompts):
     width = pair.models.drafter.max_drafts
     longest = max(map(len, prompts)) + NEW_TOKENS
     engine = Engine(pair.models, EngineConfig(1, longest), FixedPolicy(width))
-    made, inner = [], engine._draft
+    made, inner = [], engine.dispatch.draft
 
     def record(*args):
         start = int(engine.state.length_B[0])
@@ -293,7 +293,7 @@ def test_the_engine_drafts_and_decodes_as_the_reference(shipped, prompts):
         made.append((start, np.asarray(proposal.token_BK)[0].tolist()))
         return proposal
 
-    engine._draft = record
+    engine.dispatch.draft = record
     compared = 0
     for t in traces:
         made.clear()

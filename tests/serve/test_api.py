@@ -365,43 +365,79 @@ class TestClients:
         assert said == whole["choices"][0]["text"]
 
 
+LONG = "abcd fgh" * 18  # of 126 tokens: what follows goes over the end of a page
+
+
+def mixed(i):
+    """A path, and a body: everything that shapes a text, in ever other combinations."""
+    prompt = "abcdefgh ijkl"[: 1 + i % 13] * (1 + i % 3)
+    body = {
+        "model": "tiny",
+        "max_tokens": 1 + i % 23,
+        "temperature": [0, 0.7, 1.0][i % 3],
+        "top_p": [1, 0.8][i % 2],
+        "seed": i % 29,
+        "stream": i % 4 == 0,
+        "n": 1 + (i % 9 == 1),
+        "stop": ["b"] if i % 6 == 0 else None,
+        "logprobs": 2 if i % 7 == 0 else None,
+    }
+    if i % 10 == 3:
+        prompt = LONG + prompt[:9]
+    if i % 8 == 5:
+        said = [{"role": "user", "content": prompt}]
+        return CHAT, {**body, "messages": said, "logprobs": i % 7 == 0}
+    return COMPLETION, {**body, "prompt": prompt}
+
+
+def texts_of(path, body, got):
+    """Of each choice."""
+    texts = [""] * body["n"]
+    if not body["stream"]:
+        for choice in got.json()["choices"]:
+            said = choice["message"]["content"] if path == CHAT else choice["text"]
+            texts[choice["index"]] = said
+        return texts
+    for choice in (c for e in events(got) for c in e["choices"]):
+        piece = choice["delta"].get("content") if path == CHAT else choice["text"]
+        texts[choice["index"]] += piece or ""
+    return texts
+
+
 def test_two_hundred_mixed_requests_have_the_text_of_plain_decoding(live, plain, text):
-    bodies = []
-    for i in range(200):
-        bodies.append(
-            {
-                "prompt": "abcdefgh ijkl"[: 1 + i % 13] * (1 + i % 3),
-                "max_tokens": 1 + i % 23,
-                "temperature": [0, 0.7, 1.0][i % 3],
-                "top_p": [1, 0.8][i % 2],
-                "seed": i % 29,
-                "stream": i % 4 == 0,
-            }
-        )
-    found = [None] * len(bodies)
+    asked = [mixed(i) for i in range(200)]
+    found = [None] * len(asked)
+    known = live.engine.found_tokens
 
     def work(first):
         with httpx.Client(base_url=live.url, timeout=300) as http:
-            for i in range(first, len(bodies), 16):
-                got = http.post(COMPLETION, json={"model": "tiny", **bodies[i]})
-                if bodies[i]["stream"]:
-                    pieces = [e["choices"][0]["text"] for e in events(got)]
-                    found[i] = "".join(pieces)
-                else:
-                    found[i] = got.json()["choices"][0]["text"]
+            for i in range(first, len(asked), 16):
+                path, body = asked[i]
+                found[i] = texts_of(path, body, http.post(path, json=body))
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(16)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for body, got in zip(bodies, found, strict=True):
-        request = Request(
-            tuple(text.encode(body["prompt"])),
-            body["max_tokens"],
-            (100,),
-            body["temperature"],
-            top_p=body["top_p"],
-            seed=body["seed"],
-        )
-        assert got == text.decode(plain(request).tokens), body
+    stopped = 0
+    for (path, body), got in zip(asked, found, strict=True):
+        prompt = body.get("prompt")
+        if path == CHAT:
+            prompt = f"user: {body['messages'][0]['content']}|assistant:"
+        halt = StopStrings(text, body["stop"]) if body["stop"] else None
+        for n, said in enumerate(got):
+            request = Request(
+                tuple(text.encode(prompt)),
+                body["max_tokens"],
+                (100,),
+                body["temperature"],
+                top_p=body["top_p"],
+                seed=body["seed"] + n,
+                halt=halt,
+            )
+            want = text.decode(plain(request).tokens)
+            assert said == (halt.cut(want) if halt else want), body
+            stopped += bool(halt) and halt.cut(want) != want
+    assert stopped > 5
+    assert live.engine.found_tokens > known

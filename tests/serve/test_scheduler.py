@@ -65,7 +65,7 @@ def until_there_are(count):
 def poison(scheduler, prompt):
     """Makes the cache of the request with this prompt a field of NaN."""
     engine = scheduler.engine
-    for slot, used in enumerate(engine._slots):
+    for slot, used in enumerate(engine.batch.slots):
         if used is not None and used.request.prompt == prompt:
             target, pages = engine.caches.target, engine.paging.table_BN[slot]
             pages = pages[pages != NO_PAGE]

@@ -10,7 +10,12 @@ from collections import Counter
 from pathlib import Path
 
 import httpx
+import jax.numpy as jnp
 import pytest
+
+from dcut_jax.models.cache import page_bytes
+from dcut_jax.weights.dflash import load_drafter
+from dcut_jax.weights.hf import load_hf
 
 pytestmark = pytest.mark.slow
 
@@ -23,12 +28,27 @@ KEYS = ("one", "two")
 GROWTH_MB = 64.0
 
 
-@pytest.fixture
-def server():
-    """A process with the tiny pair; gives it and its address."""
+def page_size():
+    """Bytes of a page of both models."""
+    target, _ = load_hf(GOLDEN / "target", jnp.dtype("float32"))
+    drafter, _ = load_drafter(GOLDEN / "full", jnp.dtype("float32"))
+    return sum(page_bytes(cfg, "float32") for cfg in (target, drafter))
+
+
+@pytest.fixture(params=["fixed", "dcut"])
+def server(request, tmp_path):
+    """A process with the tiny pair; gives it and its address.
+
+    With D-Cut, pages for two texts and a half, where there are four slots.
+    """
     flags = ["--target", str(GOLDEN / "target"), "--drafter", str(GOLDEN / "full")]
     flags += ["--draft-dtype", "float32", "--slots", str(SLOTS), "--max-length", "224"]
-    flags += ["--mode", "fixed", "--width", "3", "--name", "tiny", "--port", "0"]
+    flags += ["--name", "tiny", "--port", "0"]
+    if request.param == "fixed":
+        flags += ["--mode", "fixed", "--width", "3"]
+    else:
+        flags += ["--mode", "dcut", "--cost-dir", str(tmp_path)]
+        flags += ["--kv-memory", str(5 * page_size())]
     flags += ["--queue", str(QUEUE), "--per-client", str(PER_CLIENT)]
     flags += [f"--api-key={key}" for key in KEYS]
     command = [sys.executable, str(SERVE / "process.py"), *flags]

@@ -19,12 +19,16 @@ SLOTS, MAX_LENGTH, NEW_TOKENS = 4, 384, 32
 NAME = "SmolLM2-135M-Instruct"
 
 
-@pytest.fixture(scope="module")
-def server():
+@pytest.fixture(scope="module", params=["fixed", "dcut"])
+def server(request, tmp_path_factory):
     """The command's process, and its address."""
     command = [sys.executable, "-m", "dcut_jax.serve", "--port", "0"]
     command += ["--slots", str(SLOTS), "--max-length", str(MAX_LENGTH)]
-    command += ["--mode", "fixed", "--width", "3", "--drain-s", "120"]
+    command += ["--mode", request.param, "--drain-s", "120"]
+    if request.param == "fixed":
+        command += ["--width", "3"]
+    else:
+        command += ["--cost-dir", str(tmp_path_factory.mktemp("costs"))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         line = process.stdout.readline()
         assert NAME in line
