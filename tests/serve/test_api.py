@@ -379,7 +379,7 @@ def mixed(i):
         "seed": i % 29,
         "stream": i % 4 == 0,
         "n": 1 + (i % 9 == 1),
-        "stop": ["b"] if i % 6 == 0 else None,
+        "stop": ["m", "k"] if i % 6 == 0 else None,
         "logprobs": 2 if i % 7 == 0 else None,
     }
     if i % 10 == 3:
