@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -87,6 +88,18 @@ def test_a_stream_comes_in_pieces(address):
     ) as answer:
         pieces = [line for line in answer.iter_lines() if line.startswith("data: {")]
     assert len(pieces) >= TOKENS // 2
+
+
+def test_requests_go_to_replicas_by_what_they_expect_to_yield():
+    from dcut_jax.serve.replicas import RATE, ByThroughput
+
+    some = [SimpleNamespace(routing_stats={RATE: rate}) for rate in (10.0, 30.0)]
+    first = Counter()
+    for _ in range(4000):
+        order = asyncio.run(ByThroughput.choose_replicas(None, some))
+        assert len(order) == 2
+        first[some.index(order[0][0])] += 1
+    assert first[1] / 4000 == pytest.approx(0.75, abs=0.03)
 
 
 @pytest.mark.parametrize(
