@@ -92,6 +92,7 @@ def least(number: int | None) -> int | None:
     """
     if not several():
         return number
+    wait_for_all()
     mine = np.int32(-1 if number is None else number >> 20)
     smallest = int(np.min(multihost_utils.process_allgather(mine)))
     return None if smallest < 0 else smallest << 20

@@ -296,22 +296,24 @@ def decode_cell(
             ended = 0 if completion.finish == "running" else ended + 1
         jax.block_until_ready(engine.caches)
 
-    engine.time_phases = False
-    if round == 0:  # the policy's first looks and steps, and the caches' first touch
-        for _ in range(WARM_STEPS + -(-FIRST_REQUESTS // B)):
-            refill()
-            with arm.watch.running():
-                engine.step()
-        engine.flush()
-    first, start = len(engine.records), arm.watch()
-    goal, committed = B * tokens_per_request, 0
-    while committed < goal:
-        refill()
+    def step() -> None:
         with arm.watch.running():
             engine.step()
             if engine.reads_first:  # or its host work would overlap with nothing
                 engine.flush()
             jax.block_until_ready(engine.caches)
+
+    engine.time_phases = False
+    if round == 0:  # the policy's first looks and steps, and the caches' first touch
+        for _ in range(WARM_STEPS + -(-FIRST_REQUESTS // B)):
+            refill()
+            step()
+        engine.flush()
+    first, start = len(engine.records), arm.watch()
+    goal, committed = B * tokens_per_request, 0
+    while committed < goal:
+        refill()
+        step()
         committed = sum(r.committed for r in engine.records[first:])
         yield committed / goal
     with arm.watch.running():

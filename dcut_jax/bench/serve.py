@@ -21,6 +21,7 @@ from rich.table import Table
 from dcut_jax.bench.load import Load, Sample, Summary, replay, summarise
 from dcut_jax.bench.records import AR, host
 from dcut_jax.cli import (
+    add_memory_flag,
     add_model_flags,
     bar,
     distinct,
@@ -86,6 +87,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--tpot-ms", type=float, help="target that goodput is counted by")
     p.add_argument("--slots", type=positive, default=8)
     p.add_argument("--max-length", type=positive, default=512)
+    add_memory_flag(
+        p, "what a server takes; where memory is short, arms may differ in it"
+    )
     p.add_argument("--cost-dir", type=Path, help="of cost tables")
     p.add_argument("--out", type=Path, default=Path("bench-out"))
     return p
@@ -99,7 +103,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         p.error("--url and --model belong together")
     if args.url:
         own = ["arms", "target", "drafter", "dtype", "draft_dtype", "cache_dtype"]
-        own += ["slots", "max_length", "cost_dir"]
+        own += ["slots", "max_length", "kv_memory", "cost_dir"]
         refuse_set(p, args, own, "is of servers that this starts, not of --url")
     if args.seed and not args.rates:
         p.error("--seed belongs to --rates")
@@ -122,6 +126,8 @@ def running(arm: str, args: argparse.Namespace) -> Iterator[tuple[str, str]]:
         if (value := getattr(args, name)) is not None:
             command += [f"--{name.replace('_', '-')}", str(value)]
     command += ["--slots", str(args.slots), "--max-length", str(args.max_length)]
+    if args.kv_memory is not None:
+        command += ["--kv-memory", str(args.kv_memory)]
     command += ["--name", arm, "--no-logprobs"]
     if arm.startswith(FIXED):
         command += ["--mode", "fixed", "--width", arm.removeprefix(FIXED)]

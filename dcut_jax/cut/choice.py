@@ -15,6 +15,7 @@ class StepCosts(NamedTuple):
     plain_ms: float  # nothing drafted, nothing planned
     planned_MR: np.ndarray
     full_M: np.ndarray  # all drafts verified, nothing planned
+    anchors_first: bool = True  # whether the first tier is the anchors alone
 
     @property
     def cheapest_ms(self) -> float:
@@ -24,14 +25,16 @@ class StepCosts(NamedTuple):
     def within(self, cap_ms: float) -> "StepCosts":
         """Only steps of at most `cap_ms`; the cheapest alone if there are none."""
         cap_ms = max(cap_ms, self.cheapest_ms)
-        return StepCosts(
-            self.plain_ms if self.plain_ms <= cap_ms else np.inf,
-            np.where(self.planned_MR <= cap_ms, self.planned_MR, np.inf),
-            np.where(self.full_M <= cap_ms, self.full_M, np.inf),
+        return self._replace(
+            plain_ms=self.plain_ms if self.plain_ms <= cap_ms else np.inf,
+            planned_MR=np.where(self.planned_MR <= cap_ms, self.planned_MR, np.inf),
+            full_M=np.where(self.full_M <= cap_ms, self.full_M, np.inf),
         )
 
     def verifying(self) -> "StepCosts":
-        """Without plans that verify nothing, the first tier, where there are others."""
+        """Without plans that verify nothing, where a width has others."""
+        if not self.anchors_first:
+            return self
         others_M1 = np.isfinite(self.planned_MR[:, 1:]).any(axis=1, keepdims=True)
         anchors_R = np.arange(self.planned_MR.shape[1]) == 0
         return self._replace(

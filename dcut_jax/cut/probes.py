@@ -54,18 +54,22 @@ class Probes:
         self._drafting = tuple(drafting)
         self._every, self._share, self._costs_err = every, share, costs_err
         self._looked: dict[int, int] = {}  # the step that last showed a width
-        self._plain = 0  # steps taken
+        self._plain = 0  # steps taken alone
         self._budget_ms: dict[int, float] = {}
         self._charged: dict[int, _Charge] = {}
 
-    def took(self, choice: Choice, step: int) -> None:
-        """A step was chosen."""
+    def took(self, choice: Choice, step: int, alone: bool) -> None:
+        """A step was chosen; `alone`: see `WidthChooser.next`."""
         if choice.planned or choice == PLAIN:
             self._looked[choice.width] = step
-        self._plain += choice == PLAIN
+        self._plain += alone and choice == PLAIN
 
     def pick(
-        self, step: int, best: Choice, promises: Mapping[Choice, Promise]
+        self,
+        step: int,
+        best: Choice,
+        promises: Mapping[Choice, Promise],
+        alone: bool,
     ) -> Choice | None:
         """A try of a width that is due and paid for, or a plain step; once a step.
 
@@ -74,10 +78,12 @@ class Probes:
 
         Args:
           promises: of plain decoding, if it may be tried, of tries, and of the best.
+          alone: see `WidthChooser.next`.
         """
         # Nothing is known of the best if it was never looked at, nor then lost.
         most = promises[best].per_ms
-        others = [c for c in self._worth_a_try(most, promises) if c[:2] != best[:2]]
+        some = [Choice(w, planned=True, tries=True) for w in self._drafting]
+        others = [c for c in (*some, PLAIN) if c in promises and c[:2] != best[:2]]
         parts = max(len(others), len(self._drafting))
         earned_ms = self._share * promises[best].ms / parts
         due: dict[Choice, tuple[float, bool]] = {}
@@ -93,12 +99,15 @@ class Probes:
             waited = step - self._looked.get(width, -self._every)
             longest = self._every * _LONGEST_SPELL
             forced = width in (0, self._drafting[0]) and waited >= longest
-            forced |= width == 0 and self._plain < _FIRST_PLAIN and waited >= 2
+            new = width == 0 and self._plain < _FIRST_PLAIN
+            forced |= new and alone and waited >= 2
             # What may be better than plain decoding is tried again once it is known
             # how the last try went, for as long as tries do not lose.
             doubted = best == PLAIN and loss_ms == 0 and width not in self._charged
             every = min(_PLAIN_EVERY, self._every) if width == 0 else self._every
-            if forced or budget_ms >= loss_ms and (doubted or waited >= every):
+            hopeless = width == 0 and promise.per_ms * self._costs_err <= most
+            affordable = budget_ms >= loss_ms and not hopeless
+            if forced or affordable and (doubted or waited >= every):
                 due[choice] = loss_ms, forced
         if not due:
             return None
@@ -107,15 +116,6 @@ class Probes:
         if most > 0 and probe != PLAIN:
             self._charged[probe.width] = charge
         return probe
-
-    def _worth_a_try(
-        self, most: float, promises: Mapping[Choice, Promise]
-    ) -> list[Choice]:
-        some = [Choice(w, planned=True, tries=True) for w in self._drafting]
-        plain = promises.get(PLAIN)
-        if plain is not None and plain.per_ms * self._costs_err > most:
-            some.append(PLAIN)
-        return [choice for choice in some if choice in promises]
 
     def _charge(
         self, width: int, promise: Promise, most: float, loss_ms: float, forced: bool

@@ -78,30 +78,31 @@ class WidthChooser:
         """The widths that need a look: all but 0."""
         return tuple(w for w in self.widths if w != 0)
 
-    def next(self, costs: StepCosts, ease: float = 1.0) -> Choice:
+    def next(
+        self, costs: StepCosts, ease: float = 1.0, *, alone: bool = True
+    ) -> Choice:
         """The coming step's choice.
 
         Args:
           costs: what steps cost.
           ease: see `Evidence.promises`.
+          alone: whether nothing goes along; what does hides what a step costs.
         """
         step, self._step = self._step, self._step + 1
-        choice = self._pick(step, costs, ease)
-        self._probes.took(choice, step)
+        choice = self._pick(step, costs, ease, alone)
+        self._probes.took(choice, step, alone)
         return choice
 
-    def _pick(self, step: int, costs: StepCosts, ease: float) -> Choice:
+    def _pick(self, step: int, costs: StepCosts, ease: float, alone: bool) -> Choice:
         for m in range(len(self.drafting) - 1, -1, -1):
             new = self._evidence.shown(m) < FIRST_REQUESTS
             if new and np.isfinite(costs.planned_MR[m]).any():
-                # Where there is nothing else to choose, it is a step as any.
-                tries = len(self.widths) > 1
-                return Choice(self.drafting[m], planned=True, tries=tries)
+                return Choice(self.drafting[m], planned=True, tries=True)
         promises = self._evidence.lately(costs, ease)
         if 0 not in self.widths:
             promises = {c: p for c, p in promises.items() if c != PLAIN}
         best = self.best({c: p for c, p in promises.items() if not c.tries})
-        return self._probes.pick(step, best, promises) or best
+        return self._probes.pick(step, best, promises, alone) or best
 
     def best(self, promises: dict[Choice, Promise]) -> Choice:
         """What is taken of these, but for probes: less machinery within the margin."""

@@ -75,14 +75,12 @@ class Batch:
         return weight_B
 
     def waited(self, unread: StepRecord | None) -> np.ndarray:
-        """Drafting steps since a draft of each request was verified, or one more.
+        """Drafting steps, at most, since a draft of each request was verified.
 
         What `unread`, the step that was not read yet, verified of whom is not known.
         """
         cut = unread is not None and unread.decision is not None
-        everything = unread is not None and unread.width > 0 and not cut
-        waited = [slot.waited + cut if slot else 0 for slot in self.slots]
-        return np.array(waited, np.int32) * (not everything)
+        return np.array([s.waited + cut if s else 0 for s in self.slots], np.int32)
 
     # -- coming and going ------------------------------------------------------------
 

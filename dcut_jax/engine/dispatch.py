@@ -39,7 +39,9 @@ def agree(compiler: Compiler, number: float) -> float:
 
 
 class Dispatch:
-    """Runs an engine's executables on its state and caches. Nothing here waits.
+    """Runs an engine's executables on its state and caches.
+
+    Nothing here waits, but for phases that are timed.
 
     Attributes:
       state: of the slots.

@@ -44,12 +44,13 @@ def kv_budget(
     Raises:
       ConfigError: there is no room for one text of full length.
     """
-    device = device_of(models)
     if free is None:
-        found = free_bytes(device)
-        if found is not None and device.platform == "cpu":
-            found //= _sharing(models)
-        free = least(found)
+        devices = _own_devices(models)
+        found = [free_bytes(device) for device in devices]
+        known = [n for n in found if n is not None]
+        # CPUs pose as several devices, which share one memory.
+        parts = len(devices) if devices[0].platform == "cpu" else 1
+        free = least(min(known) // parts if len(known) == len(found) else None)
     if free is None:
         return None
     slot = bytes_of_page(models, config.cache_dtype) * config.positions // CHUNK
@@ -64,11 +65,11 @@ def kv_budget(
     return budget if budget < slot * (config.slots // models.shards) else None
 
 
-def _sharing(models: Models) -> int:
-    """Devices of this process that share one memory: CPUs pose as several."""
+def _own_devices(models: Models) -> list[Any]:
+    """This process's devices that parameters are on; of others nothing is said."""
     if models.placement is None:
-        return 1
-    return max(len(models.placement.mesh.local_devices), 1)
+        return [device_of(models)]
+    return list(models.placement.mesh.local_devices)
 
 
 def _of_machine() -> int | None:
@@ -88,7 +89,12 @@ def _of_group() -> int | None:
     """What a container has left (cgroup v2)."""
     try:
         most = (CGROUP / "memory.max").read_text().strip()
-        used = (CGROUP / "memory.current").read_text()
-        return None if most == "max" else max(int(most) - int(used), 0)
+        if most == "max":
+            return None
+        used = int((CGROUP / "memory.current").read_text())
+        stat = (CGROUP / "memory.stat").read_text().splitlines()
+        # Files that were read, a checkpoint for one, are let go where room is short.
+        cached = dict(line.split() for line in stat).get("inactive_file", "0")
+        return max(int(most) - used + int(cached), 0)
     except (OSError, ValueError):
         return None

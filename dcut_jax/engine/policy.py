@@ -324,7 +324,7 @@ class DCutPolicy:
         plain = np.inf
         if self.plain:
             plain = ms[verify_work(anchors)] + ms[catch_up_work(ROOM)] / ROOM
-        return StepCosts(plain, planned_MR, full_M)
+        return StepCosts(plain, planned_MR, full_M, self.ratios is None)
 
     def covered(self, shapes: StepShapes) -> bool:
         """Whether the table holds every cost that this policy asks for."""

@@ -70,13 +70,16 @@ class Steering:
         self._costs = self._plan_costs(0, np.inf)  # raises for one that is missing
         wire = shapes.slots, shapes.wire_columns
         self._planned_wire: Any = np.zeros(wire, np.int32)
+        self._unverified = False  # the plan that `_memory` knows of
         self.reset()
 
     def reset(self) -> None:
         """Forgets the steps that are under way, and nothing else.
 
-        The outcome of the last plan is still to be learned from.
+        The outcome of the last plan is still to be learned from, if it was verified.
         """
+        if self._unverified:
+            self.forget_plan()
         for width in self.chooser.drafting:
             self.withdraw(width)
         self.interrupt()
@@ -111,7 +114,7 @@ class Steering:
         """
         self._costs = self._plan_costs(context, cap_ms, chunk)
         self._ease = batch_ease(running)
-        choice = self.chooser.next(self._costs, self._ease)
+        choice = self.chooser.next(self._costs, self._ease, alone=chunk == 0)
         self.expected = self.chooser.expected(choice)
         return choice
 
@@ -172,6 +175,7 @@ class Steering:
             due_B=waited_B + 1 >= (np.inf if patience is None else patience),
         )
         self._dispatch(PLAN_WORK)
+        self._unverified = True
         keep_B, self._memory, bundle = run(
             proposal, state, self._memory, situation, self._planned_wire, wire
         )
@@ -196,11 +200,13 @@ class Steering:
     def planned(self, wire: Any) -> None:
         """The outcome of a planned step, on the device, for the next plan to learn."""
         self._planned_wire = wire
+        self._unverified = False
 
     def forget_plan(self) -> None:
         """Nothing is learned from the plan just made: a request in it is gone."""
         nothing_B: Any = np.zeros(self.shapes.slots, np.int32)
         self._memory = replace(self._memory, keep_B=nothing_B)
+        self._unverified = False
 
     def outcome(self, record: StepRecord, accepted_B: np.ndarray) -> None:
         """Takes in a finished step that drafted; see `WidthChooser.outcome`."""

@@ -53,8 +53,8 @@ def parser() -> argparse.ArgumentParser:
     add_model_flags(p)
     add_memory_flag(
         p,
-        "for all slots at full length, or where that is more than is free, four "
-        "fifths of what is",
+        "enough for all slots at full length, or where that is more, four fifths of "
+        "what is free beside prompts on their way",
     )
     add_mesh_flags(p)
     p.add_argument(
@@ -201,9 +201,9 @@ def make_engine(args: argparse.Namespace) -> tuple[Target, Engine]:
     if config.kv_memory is None and (budget := kv_budget(pair.models, config)):
         config = replace(config, kv_memory=budget)
         print(
-            f"keys and values get the {budget / 2**20:.0f} MiB of each device that are "
-            f"free, less than {args.slots} slots of {args.max_length} tokens can fill: "
-            f"texts may wait for each other; --kv-memory sets another bound",
+            f"keys and values get {budget / 2**20:.0f} MiB of each device, most of "
+            f"what is free and less than {args.slots} slots of {args.max_length} tokens "
+            f"can fill: texts may wait for each other; --kv-memory sets another bound",
             file=sys.stderr,
         )
     return pair.target, build_engine(

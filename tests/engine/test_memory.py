@@ -38,22 +38,32 @@ def test_a_cpu_has_what_the_machine_and_its_container_leave(monkeypatch, tmp_pat
     [cpu] = jax.devices("cpu")[:1]
     assert 2**20 < free_bytes(cpu) < 2**50
     (tmp_path / "memory.max").write_text("4096000\n")
-    (tmp_path / "memory.current").write_text("96000\n")
+    (tmp_path / "memory.current").write_text("196000\n")
+    (tmp_path / "memory.stat").write_text("anon 96000\ninactive_file 100000\n")
     monkeypatch.setattr(memory, "CGROUP", tmp_path)
     assert free_bytes(cpu) == 4_000_000
     (tmp_path / "memory.max").write_text("max\n")
     assert free_bytes(cpu) > 4_000_000
 
 
+class Device:
+    platform = "gpu"
+
+    def __init__(self, stats):
+        self.stats = stats
+
+    def memory_stats(self):
+        return self.stats
+
+
+def test_of_a_mesh_this_process_asks_its_own_devices(pair, page, monkeypatch):
+    some = [Device({"bytes_limit": n * page, "bytes_in_use": 0}) for n in (30, 10)]
+    monkeypatch.setattr(memory, "_own_devices", lambda models: some)
+    assert kv_budget(pair, CONFIG) == kv_budget(pair, CONFIG, 10 * page)
+    monkeypatch.setattr(memory, "_own_devices", lambda models: [*some, Device(None)])
+    assert kv_budget(pair, CONFIG) is None
+
+
 def test_devices_that_say_so_are_asked():
-    class Device:
-        platform = "gpu"
-
-        def __init__(self, stats):
-            self.stats = stats
-
-        def memory_stats(self):
-            return self.stats
-
     assert free_bytes(Device({"bytes_limit": 100, "bytes_in_use": 30})) == 70
     assert free_bytes(Device(None)) is None
