@@ -201,8 +201,8 @@ def make_engine(args: argparse.Namespace) -> tuple[Target, Engine]:
     if config.kv_memory is None and (budget := kv_budget(pair.models, config)):
         config = replace(config, kv_memory=budget)
         print(
-            f"keys and values get {budget / 2**20:.0f} MiB of each device, most of what "
-            f"is free, and less than {args.slots} slots of {args.max_length} tokens "
+            f"keys and values get {budget / 2**20:.0f} MiB of each device, most of "
+            f"what is free, less than {args.slots} slots of {args.max_length} tokens "
             f"can fill: texts may wait for each other; --kv-memory sets another bound",
             file=sys.stderr,
         )
