@@ -14,6 +14,7 @@ from dcut_jax.config import (
     ModelConfig,
     RopeConfig,
 )
+from dcut_jax.cut.width import FIRST_REQUESTS
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.decode.placing import on_mesh
 from dcut_jax.decode.steps import Models
@@ -166,4 +167,6 @@ def test_no_tier_changes_the_text(
     policy = replace(policy, table=table)
     engine = Engine(models, config, policy, compiler=compiler)
     assert [c.tokens for c in engine.generate(requests)] == greedy
-    assert {r.rows for r in engine.records if r.active == SLOTS} == {rows}
+    first = -(-FIRST_REQUESTS // SLOTS)  # looks, which verify something
+    later = [r.rows for r in engine.records if r.active == SLOTS][first:]
+    assert set(later) == {rows}
