@@ -15,11 +15,11 @@ from dcut_jax.engine.paging import bytes_of_page
 from dcut_jax.engine.policy import ArPolicy, unmeasured
 from dcut_jax.engine.requests import Request
 
-# Pages for two texts and a half of full length, where there are four slots.
+# Pages for two texts of full length, where there are four slots.
 CONFIG = EngineConfig(
     4, 200, sampling=True, logprobs=True, likeliest=2, shared_chunks=(32,)
 )
-PAGES = 5
+PAGES = 4
 WORDS = 101
 
 
@@ -42,6 +42,7 @@ ONE_OF_EACH = [
     Request(HARD, 45, priority=0.5, halt=halting_after(20), **HOT),
     Request((HARD * 30)[:130], 50),
 ]
+GROWING = [Request((HARD * 30)[i:][:120], 50) for i in range(4)]  # beyond a page
 
 
 @pytest.fixture(scope="module")
@@ -147,4 +148,8 @@ def test_the_text_is_ars_each_step_reads_once_and_nothing_compiles(
     assert read[1:] == [1] * (len(read) - 1)
     anything = st.lists(any_request(), min_size=1, max_size=9)
     settings(max_examples=30, deadline=None)(given(anything)(check))()
+    compilations.clear()
+    want = [c.tokens for c in plain.generate(GROWING)]
+    assert [c.tokens for c in engine.generate(GROWING)] == want
     assert engine.preemptions > 0
+    assert compilations == []
