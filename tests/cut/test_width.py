@@ -512,3 +512,16 @@ class TestCap:
 def test_senseless_options_are_refused(options):
     with pytest.raises(ValueError, match="found"):
         WidthChooser(**options)
+
+
+def test_a_first_tier_that_is_a_share_of_the_block_is_not_left_out():
+    """With the paper's ratios it holds drafts; else it is the anchors alone."""
+    _, costs = world({3: 1.5, 7: 1.2, 15: 1.1})
+    ms_MR = np.array([[1.0, 2.0], [1.5, np.inf], [np.inf, 3.0]])
+    anchors = costs._replace(planned_MR=ms_MR)
+    # A width that has no other tier keeps the one that it has.
+    want = [[np.inf, 2.0], [1.5, np.inf], [np.inf, 3.0]]
+    np.testing.assert_array_equal(anchors.verifying().planned_MR, want)
+    ratios = anchors._replace(anchors_first=False)
+    np.testing.assert_array_equal(ratios.verifying().planned_MR, ms_MR)
+    assert ratios.within(2.0).anchors_first is False
