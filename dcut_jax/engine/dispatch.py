@@ -67,7 +67,10 @@ class Dispatch:
         self._caches: S.Caches | None = None
 
     def prepare(self, policy: Policy) -> None:
-        """Compiles all that a policy can ask for, as far as it is not there yet."""
+        """Compiles all that a policy can ask for, and runs it, if it never ran.
+
+        There must be no caches yet, see `Compiler.run_once`.
+        """
         exe, shapes = self.compiler, self.shapes
         layouts = policy.layouts(shapes)
         jobs: list[Callable[[], Executable]]
@@ -93,6 +96,7 @@ class Dispatch:
             jobs.append(partial(exe.decide, shapes, policy.plan_key(shapes)))
         exe.prepare(jobs)
         wait_for_all()
+        exe.run_once()
 
     # -- arrays ----------------------------------------------------------------------
 

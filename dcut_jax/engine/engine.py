@@ -103,11 +103,15 @@ class Engine:
         )
         self.batch = Batch(self.shapes, config.prefix_cache)
         self.prepare(policy)
-        self.reset()
 
     def prepare(self, policy: Policy) -> None:
-        """Compiles all that a policy can ask for, as far as it is not there yet."""
+        """Compiles all that a policy can ask for, and runs it, if it never ran.
+
+        Every slot is emptied.
+        """
+        self.free()
         self.dispatch.prepare(policy)
+        self.reset()
 
     # -- state -------------------------------------------------------------------
 

@@ -500,6 +500,24 @@ def test_what_was_not_prepared_is_not_compiled(pair, shapes_of):
         compiler.draft(shapes_of(1), 3)
 
 
+def test_no_executable_is_called_first_by_a_request(pair, monkeypatch):
+    # A first call takes up to ten times as long: runtimes load and pack then.
+    ran, call = set(), jax.stages.Compiled.__call__
+
+    def counted(self, *args):
+        ran.add(id(self))
+        return call(self, *args)
+
+    monkeypatch.setattr(jax.stages.Compiled, "__call__", counted)
+    compiler = Compiler(pair, "float32")
+    config = EngineConfig(2, MAX_LENGTH)
+    for policy in (ArPolicy(), FixedPolicy(7)):
+        engine = Engine(pair, config, policy, compiler=compiler)
+        assert ran == {id(made) for made in compiler.made}
+        assert engine.active == 0
+    assert len(ran) > 10
+
+
 def test_compilations_are_noticed(compilations):
     """Or the test above would pass whatever compiles."""
     compilations.clear()
