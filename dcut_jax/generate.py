@@ -15,6 +15,7 @@ from dcut_jax.cli import (
     positive,
     run,
 )
+from dcut_jax.cut.fairness import Fairness
 from dcut_jax.engine.config import EngineConfig
 from dcut_jax.engine.load import Pair, load_pair
 from dcut_jax.engine.requests import Completion, Halt, Request
@@ -51,6 +52,8 @@ def generate(
     halt: Callable[[], Halt] | None = None,
     logprobs: bool = False,
     cost_dir: Path | None = None,
+    fairness: Fairness | None = None,
+    patience: int | None = None,
     costs: Costs = "measured",
     progress: bool = False,
 ) -> list[Completion]:
@@ -66,7 +69,7 @@ def generate(
       mode: "ar", "fixed" (`width` drafts, all verified), or "dcut", which measures
         this machine's costs the first time and keeps them in `cost_dir`.
       max_length: positions a slot can hold; None takes what the prompts need.
-      costs: see `modes.build_engine`.
+      costs, fairness, patience: see `modes.build_engine`.
       cache_dtype: of the key/value caches.
       kv_memory: bytes of each device for them; see `EngineConfig`.
       temperature, top_k, top_p, min_p: see `decode.sample.Sampling`.
@@ -112,6 +115,8 @@ def generate(
         lambda: [t for p in prompts for t in p] or [0],
         costs=costs,
         cost_dir=cost_dir,
+        fairness=fairness,
+        patience=patience,
         progress=progress,
     )
     with bar("decoding", len(requests), shown=progress) as update:
@@ -218,6 +223,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         halt=stops,
         logprobs=args.logprobs,
         cost_dir=args.cost_dir,
+        fairness=args.fairness,
+        patience=args.patience,
         costs=args.costs,
         progress=sys.stderr.isatty(),
     )

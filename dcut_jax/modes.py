@@ -4,9 +4,11 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from dcut_jax.cli import bar, positive
+from dcut_jax.cost.table import CostTable
+from dcut_jax.cut.fairness import Fairness
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.engine.config import EngineConfig
 from dcut_jax.engine.engine import Engine
@@ -47,6 +49,19 @@ def add_mode_flags(parser: argparse.ArgumentParser) -> None:
         help="with --mode dcut: measure the costs of steps where none are stored, "
         "which takes a while, or compute them from peak rates (default: measured)",
     )
+    parser.add_argument(
+        "--fairness",
+        choices=get_args(Fairness),
+        help="with --mode dcut: a token is worth the same to every request (equal), or "
+        "the more the fewer it got of late (proportional); priorities count in both "
+        "(default: equal)",
+    )
+    parser.add_argument(
+        "--patience",
+        type=positive,
+        help="with --mode dcut: drafting steps after which a draft of a request is "
+        f"verified whatever it is worth (default: {DCutPolicy.patience})",
+    )
 
 
 def settle_mode(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -68,6 +83,9 @@ def settle_mode(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
         parser.error(f"--width belongs to --mode fixed; the mode is {args.mode}")
     if args.cost_dir and args.mode != "dcut":
         parser.error(f"--cost-dir belongs to --mode dcut; the mode is {args.mode}")
+    for flag in ("fairness", "patience"):
+        if getattr(args, flag) is not None and args.mode != "dcut":
+            parser.error(f"--{flag} belongs to --mode dcut; the mode is {args.mode}")
     if args.costs != COSTS[0] and args.mode != "dcut":
         parser.error(f"--costs belongs to --mode dcut; the mode is {args.mode}")
     if args.processes and args.costs == "roofline":
@@ -86,6 +104,8 @@ def build_engine(
     *,
     costs: Costs = "measured",
     cost_dir: Path | None = None,
+    fairness: Fairness | None = None,
+    patience: int | None = None,
     progress: bool = False,
 ) -> Engine:
     """An engine that decodes in a mode; measures costs where the mode needs them.
@@ -96,6 +116,7 @@ def build_engine(
       costs: "roofline" starts at once: where this machine's costs were not measured,
         they are computed from its peak rates, and corrected while decoding.
       cost_dir: of cost tables; None takes `engine.profile.default_directory()`.
+      fairness, patience: see `DCutPolicy`, whose own are taken for None.
       progress: whether a bar shows on standard error while costs are measured.
 
     Raises:
@@ -115,6 +136,13 @@ def build_engine(
     compiler = Compiler(models, config.cache_dtype)
     where = cost_dir or default_directory()
 
+    def cut(table: CostTable) -> DCutPolicy:
+        return DCutPolicy(
+            table,
+            fairness=fairness or DCutPolicy.fairness,
+            patience=patience or DCutPolicy.patience,
+        )
+
     def policy() -> Policy:
         match mode:
             case "ar":
@@ -122,7 +150,7 @@ def build_engine(
             case "fixed":
                 return FixedPolicy(width)
             case "dcut" if costs == "roofline":
-                return DCutPolicy(computed_costs(pair, config, where))
+                return cut(computed_costs(pair, config, where))
             case "dcut":
                 with bar("step costs", None, shown=progress) as update:
                     table = stored_costs(
@@ -135,6 +163,6 @@ def build_engine(
                             done, f"measuring {what}"
                         ),
                     )
-                return DCutPolicy(table)
+                return cut(table)
 
     return Engine(models, config, policy(), compiler=compiler)

@@ -156,7 +156,7 @@ class Evidence:
         self._looks: dict[int, _Looks] = {}
         self._looks_kept = _MOST_LOOKS
         self._shown: dict[int, float] = {}  # requests' steps looked at
-        self._requests = 1  # in the newest look
+        self._requests = 1  # that promises are for
         self._own: dict[int, _Ratio] = {}
         self._pooled = _Ratio()
         self._known: tuple[StepCosts, float, dict[Choice, Promise]] | None = None
@@ -266,6 +266,11 @@ class Evidence:
         if looks is None:
             return 0.0
         return float(looks.weight_J(self._requests) @ looks.accepted_J)
+
+    def crowd(self, requests: int) -> None:
+        """Promises are for so many requests from now on, and until the next look."""
+        if requests != self._requests:
+            self._requests, self._known = requests, None
 
     # -- what it takes in ----------------------------------------------------------
 

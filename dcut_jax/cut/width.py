@@ -79,15 +79,23 @@ class WidthChooser:
         return tuple(w for w in self.widths if w != 0)
 
     def next(
-        self, costs: StepCosts, ease: float = 1.0, *, alone: bool = True
+        self,
+        costs: StepCosts,
+        ease: float = 1.0,
+        *,
+        requests: int | None = None,
+        alone: bool = True,
     ) -> Choice:
         """The coming step's choice.
 
         Args:
           costs: what steps cost.
           ease: see `Evidence.promises`.
+          requests: how many run; None: as many as in the newest look.
           alone: whether nothing goes along; what does hides what a step costs.
         """
+        if requests:
+            self._evidence.crowd(requests)
         step, self._step = self._step, self._step + 1
         choice = self._pick(step, costs, ease, alone)
         self._probes.took(choice, step, alone)
@@ -162,16 +170,17 @@ class WidthChooser:
           accepted: drafts that were.
           worth: tokens per anchor, both weighted as `look` was; None without weights.
         """
-        if choice.planned and self._probes.owes(choice.width):
+        if choice.tries and self._probes.owes(choice.width):
             worth = 1 + accepted / requests if worth is None else worth
             self._probes.settle(choice.width, worth)
         self._evidence.outcome(
             choice.width, requests=requests, predicted=predicted, accepted=accepted
         )
 
-    def withdraw(self, width: int) -> None:
-        """No outcome will come of a planned step."""
-        self._probes.withdraw(width)
+    def withdraw(self, choice: Choice) -> None:
+        """No outcome will come of a step that was chosen."""
+        if choice.tries:
+            self._probes.withdraw(choice.width)
 
 
 def _drafts_nothing(choice: Choice) -> bool:

@@ -30,6 +30,9 @@ from dcut_jax.decode.state import ACCEPTED, DecodeState
 from dcut_jax.mesh import Placement
 from pallas_kernels.backends import Backend
 
+# Log-value of a draft that can do no good: e to this is nothing beside any other.
+NO_VALUE = -80.0
+
 
 @flax.struct.dataclass
 class Proposal:
@@ -136,22 +139,24 @@ def decide(
       Drafts to verify, the memory, and `previous_BX` with rows below it that
       `read_decision` reads.
     """
-    active_B = state.active_B
+    active_B, room_B = state.active_B, state.room_B
     if placement is not None:
-        active_B = gathered(active_B, placement.slot_axes)
+        active_B, room_B = gathered((active_B, room_B), placement.slot_axes)
     memory = take_in(memory, planned_BX[:, ACCEPTED], key)
     logp_BK = calibrate(memory.calibration, proposal.logp_BK)
-    survival_BK = log_survival(logp_BK)
+    slot_K = jnp.arange(logp_BK.shape[1])[None]
+    survival_BK = value_BK = log_survival(logp_BK)
+    if key.objective == "tokens":
+        # An anchor gives a token, so of `room` tokens all but one can be drafts.
+        useless_BK = slot_K >= room_B[:, None] - 1
+        value_BK = jnp.where(useless_BK & ~jnp.isnan(value_BK), NO_VALUE, value_BK)
     # An empty slot leaves a row empty: layouts hold `rows - slots` drafts, no more.
     empty_S = jnp.sum(~active_B.reshape(key.shards, -1), axis=1, dtype=jnp.int32)
     rows_SR = jnp.asarray(key.rows_R, jnp.int32)[None] - empty_S[:, None]
-    slot_K = jnp.arange(logp_BK.shape[1])[None]
 
-    def plan_for(
-        survival_BK: Array, cost_ms_R: Array, due_B: Array | None = None
-    ) -> Plan:
+    def plan_for(value_BK: Array, cost_ms_R: Array, due_B: Array | None = None) -> Plan:
         return plan_shards(
-            survival_BK,
+            value_BK,
             active_B,
             rows_SR,
             cost_ms_R,
@@ -164,14 +169,14 @@ def decide(
 
     gain_MR, full_M = [], []
     for m, width in enumerate(key.widths):
-        cut_BK = jnp.where(slot_K < width, survival_BK, jnp.nan)
+        cut_BK = jnp.where(slot_K < width, value_BK, jnp.nan)
         counted_BK = active_B[:, None] & ~jnp.isnan(cut_BK)
         full_M.append(jnp.sum(jnp.where(counted_BK, jnp.exp(cut_BK), 0.0)))
         gain_R = plan_for(cut_BK, situation.cost_ms_MR[m]).gain_R
         gain_MR.append(jnp.where(m <= situation.width_index, gain_R, jnp.nan))
 
     due_B = situation.due_B & active_B if key.patient else None
-    chosen = plan_for(survival_BK, situation.cost_ms_MR[situation.width_index], due_B)
+    chosen = plan_for(value_BK, situation.cost_ms_MR[situation.width_index], due_B)
     memory = replace(
         memory,
         logp_BK=proposal.logp_BK,

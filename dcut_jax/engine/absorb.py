@@ -72,7 +72,7 @@ def take(slot: Slot, at: int, outcome: HostOutcome, record: StepRecord) -> None:
         slot.waited = 0 if verified else slot.waited + 1
     if record.kept:  # what a plan left out of a request says nothing of it
         share = verified * record.active / record.kept
-        slot.ease.add(accepted, record.expected * share)
+        slot.ease.add(max(count - 1, 0), record.expected * share)
     done.accepted += accepted
     done.verified += verified
     record.committed += count

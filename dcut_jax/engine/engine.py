@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from dcut_jax.cut.choice import Choice
 from dcut_jax.decode import steps as S
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.decode.decide import read_decision
@@ -407,7 +408,7 @@ class Engine:
             steering.forget_plan()
         if not self.active:
             steering.forget_plan()
-            steering.withdraw(choice.width)
+            steering.withdraw(choice)
             return
         decision = read_decision(host[self.shapes.slots :], steering.key)
         weight_B = np.where([slot is not None for slot in batch.slots], weight_B, 0)
@@ -415,7 +416,7 @@ class Engine:
             steering.look(decision, weight_B)
         lay = steering.layout(choice.width, decision)
         steering.verifies(lay, beside)
-        made = Planned(keep_B, decision, weight_B)
+        made = Planned(keep_B, decision, weight_B, choice.tries)
         self._verify(lay, proposal.token_BK, choice.width, clock, chunk, made)
         steering.planned(device.wire)
 
@@ -469,6 +470,7 @@ class Engine:
             active=active,
             decision=plan.decision if plan else None,
             weight_B=plan.weight_B if plan else None,
+            tries=plan.tries if plan else False,
             expected=self.steering.expected if self.steering else 0.0,
             phase_ms=clock.ms,
             # A plan may have reckoned with a request that was halted just then.
@@ -509,9 +511,9 @@ class Engine:
         if len(self.records) >= 2 * KEPT_RECORDS:
             del self.records[:KEPT_RECORDS]
         if self.steering is not None and record.teaches:
-            self.steering.outcome(record, outcome.accepted_B)
+            self.steering.outcome(record, outcome.count_B)
         elif self.steering is not None and record.decision is not None:
-            self.steering.withdraw(record.width)
+            self.steering.withdraw(Choice(record.width, True, record.tries))
 
     # -- whole lists -------------------------------------------------------------
 

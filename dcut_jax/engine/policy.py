@@ -21,7 +21,7 @@ from dcut_jax.decode.steps import StepShapes, anchors_only, everything
 # Rows per request of the default tiers: about geometric, and holding the full widths of
 # 3, 7 and 15 drafts and the quarters of a block of 16.
 TIER_FACTORS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
-WIDTHS = (3, 7, 15)
+WIDTHS = (3, 7, 15, 31)
 # A step of a width is offered these tiers from this share of its block upwards, beside
 # the anchors alone: who would keep less had better draft fewer.
 LEAST_SHARE = 0.25

@@ -26,6 +26,7 @@ class StepRecord:
     accepted: int = 0
     decision: Decision | None = None
     weight_B: np.ndarray | None = None  # of its plan
+    tries: bool = False  # see `cut.choice.Choice`
     expected: float = 0.0  # drafts of any request that were to be accepted
     phase_ms: dict[str, float] = field(default_factory=dict)
     crowded: int = 0  # layers that took the slower way to their experts
@@ -40,6 +41,7 @@ class Planned:
     keep_B: Any
     decision: Decision
     weight_B: np.ndarray  # of its requests; 0 where a slot has none
+    tries: bool  # see `cut.choice.Choice`
 
 
 @dataclass(frozen=True)

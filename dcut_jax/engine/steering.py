@@ -81,7 +81,7 @@ class Steering:
         if self._unverified:
             self.forget_plan()
         for width in self.chooser.drafting:
-            self.withdraw(width)
+            self.withdraw(Choice(width, planned=True, tries=True))
         self.interrupt()
 
     # -- what a step is to be ------------------------------------------------------
@@ -114,7 +114,9 @@ class Steering:
         """
         self._costs = self._plan_costs(context, cap_ms, chunk)
         self._ease = batch_ease(running)
-        choice = self.chooser.next(self._costs, self._ease, alone=chunk == 0)
+        choice = self.chooser.next(
+            self._costs, self._ease, requests=len(running), alone=chunk == 0
+        )
         self.expected = self.chooser.expected(choice)
         return choice
 
@@ -208,23 +210,27 @@ class Steering:
         self._memory = replace(self._memory, keep_B=nothing_B)
         self._unverified = False
 
-    def outcome(self, record: StepRecord, accepted_B: np.ndarray) -> None:
-        """Takes in a finished step that drafted; see `WidthChooser.outcome`."""
+    def outcome(self, record: StepRecord, count_B: np.ndarray) -> None:
+        """Takes in a finished step that drafted; see `WidthChooser.outcome`.
+
+        `count_B`: tokens that it emitted. Drafts count as accepted as far as they got
+        into a text: what comes behind its end is worth nothing.
+        """
         decision, weight_B = record.decision, record.weight_B
         worth = None
         if weight_B is not None:
-            worth = 1 + float(weight_B @ accepted_B) / float(weight_B.sum())
+            worth = float(weight_B @ count_B) / float(weight_B.sum())
         self.chooser.outcome(
-            Choice(record.width, planned=decision is not None),
+            Choice(record.width, decision is not None, record.tries),
             requests=record.active,
             predicted=decision.gain if decision else None,
-            accepted=record.accepted,
+            accepted=float(np.maximum(count_B - 1, 0).sum()),
             worth=worth,
         )
 
-    def withdraw(self, width: int) -> None:
-        """No outcome will be taken in of a planned step that drafted so many."""
-        self.chooser.withdraw(width)
+    def withdraw(self, choice: Choice) -> None:
+        """No outcome will be taken in of a planned step."""
+        self.chooser.withdraw(choice)
 
     # -- how long it took -----------------------------------------------------------
 

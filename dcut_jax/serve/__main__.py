@@ -214,6 +214,8 @@ def make_engine(args: argparse.Namespace) -> tuple[Target, Engine]:
         lambda: filling(text),
         costs=args.costs,
         cost_dir=args.cost_dir,
+        fairness=args.fairness,
+        patience=args.patience,
         progress=sys.stderr.isatty(),
     )
 

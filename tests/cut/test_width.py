@@ -211,13 +211,33 @@ def test_a_probe_whose_outcome_never_comes_costs_nothing():
                 requests=4, anchors=ANCHORS, gain_MR=seen_MR, full_M=seen_MR[:, 1]
             )
             if step % 2:
-                chooser.withdraw(choice.width)
+                chooser.withdraw(choice)
                 continue
         if choice.width:
             gain = gain_MR[WIDTHS.index(choice.width), 1]
             predicted = gain if choice.planned else None
             chooser.outcome(choice, requests=4, predicted=predicted, accepted=gain)
     assert widths(ran)[-600:].count(3) >= 500
+
+
+def test_a_neighbour_of_a_probe_does_not_settle_it():
+    # The step before it is read after it was chosen, and may be of the same width.
+    gain_MR, costs = world({3: 1.06, 7: 0.3, 15: 0.1})
+    chooser = WidthChooser(LADDER)
+    while not chooser._probes.owes(3):
+        choice = chooser.next(costs)
+        if choice.planned:
+            m = WIDTHS.index(choice.width)
+            seen_MR = np.where(np.arange(3)[:, None] <= m, gain_MR, np.nan)
+            chooser.look(
+                requests=4, anchors=ANCHORS, gain_MR=seen_MR, full_M=seen_MR[:, 1]
+            )
+    neighbour = Choice(3, planned=True)
+    chooser.outcome(neighbour, requests=4, predicted=4.0, accepted=4.0)
+    chooser.withdraw(neighbour)
+    assert chooser._probes.owes(3)
+    chooser.outcome(choice, requests=4, predicted=4.0, accepted=4.0)
+    assert not chooser._probes.owes(3)
 
 
 def test_a_probe_is_settled_in_the_worth_that_was_promised():

@@ -341,6 +341,32 @@ class TestBypass:
         )
 
 
+def test_drafts_beyond_the_last_token_are_worth_nothing(build):
+    # One token is left after the first, and the anchor gives it.
+    engine = build(lambda lay: 10.0 + lay.rows / 10, plain=False, bypass=False)
+    engine.generate([Request(EASY[0], 2) for _ in range(60)])
+    assert all(r.decision.gain < 1e-30 for r in engine.records)
+    kept = [r.kept for r in engine.records[8:]]
+    assert kept.count(0) >= len(kept) - 1  # but for a look
+    # Where there is room for drafts they are worth as much as ever.
+    steps = len(engine.records)
+    engine.generate([Request(p, 60) for p in EASY])
+    assert sum(r.accepted for r in engine.records[steps:]) > 60
+
+
+def test_a_crowd_says_little_of_the_one_who_is_left(build, monkeypatch):
+    engine = build(wide_is_free)
+    asked = []
+    crowd = engine.steering.chooser._evidence.crowd
+    monkeypatch.setattr(
+        engine.steering.chooser._evidence,
+        "crowd",
+        lambda requests: (asked.append(requests), crowd(requests)),
+    )
+    engine.generate([Request(EASY[0], 60), *[Request(EASY[1], 9)] * 3])
+    assert (asked[0], asked[-1]) == (SLOTS, 1)
+
+
 def halting_after(count):
     """A halt after so many tokens, whichever."""
 

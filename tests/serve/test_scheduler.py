@@ -247,7 +247,7 @@ def test_prompts_of_one_token_leave_time_to_see_who_is_late(start):
 def test_who_comes_while_a_step_is_read_goes_along_with_the_next(engine, monkeypatch):
     """As after a text's end, which a client answers with another request."""
     engine.reset()
-    monkeypatch.setattr(engine.steering.chooser, "next", lambda *at, alone: PLAIN)
+    monkeypatch.setattr(engine.steering.chooser, "next", lambda *at, **of: PLAIN)
     scheduler = Scheduler(engine, Limits(prefill_tokens=32))
     scheduler._call = lambda function: function()
     first, second = (Job(Request((5 + i,) * 40, 30), asyncio.Queue()) for i in (0, 1))
