@@ -433,6 +433,11 @@ class Engine:
         self._verify(lay, token_BK, width, clock, chunk)
 
     @property
+    def unread(self) -> bool:
+        """Whether the outcome of a step is still on the device."""
+        return self._pending is not None
+
+    @property
     def reads_first(self) -> bool:
         """Whether the next step most likely reads the last before it dispatches.
 

@@ -288,14 +288,15 @@ class DCutPolicy:
         together are the step's time. Layouts that take none along cost infinity.
         """
         anchors = anchors_only(shapes)
-        plain = ms[verify_work(anchors)]
-        own = ms[share_work(anchors, chunk)] - plain
+        own = ms[share_work(anchors, chunk)] - ms[verify_work(anchors)]
         found = dict(ms)
         for lay in self.layouts(shapes):
             found[verify_work(lay)] = np.inf
         for lay in self.shared(shapes):
-            # Not below a plain step, however far two measured times may err.
-            found[verify_work(lay)] = max(ms[share_work(lay, chunk)] - own, plain)
+            # Not below what the layout costs alone, however far measured times may err:
+            # a row more costs the more the more rows there are.
+            alone = verify_work(lay)
+            found[alone] = max(ms[share_work(lay, chunk)] - own, ms[alone])
         return found, own
 
     def costs(self, shapes: StepShapes, ms: Mapping[Work, float]) -> StepCosts:

@@ -137,7 +137,7 @@ def read_ask(kind: Kind, body: Any, served: Served) -> Ask:
                 top_k=int(given.get("top_k", 0)),
                 top_p=float(given.get("top_p", 1.0)),
                 min_p=float(given.get("min_p", 0.0)),
-                seed=seed + i,
+                seed=(seed + i) % 2**31,
                 halt=stops,
                 priority=float(given.get("priority", 1.0)),
                 tpot_ms=float(given.get("tpot_ms", math.inf)),

@@ -249,8 +249,11 @@ class Scheduler:
     def _turn(self) -> None:
         """One round: who has left, prompts, a step, and what came of it."""
         self._drop_unwanted()
-        if self.engine.reads_first and self._next is None and self._has_room:
-            self.engine.flush()  # whoever comes meanwhile need not wait for a step more
+        run = self._next is None or (self._begun is not None and not self._begun.left)
+        if self.engine.unread and run and self._has_room:
+            # Whoever comes meanwhile need not wait for a step more. Of a prompt that has
+            # been run, what its last chunk took is known before it enters a slot.
+            self.engine.flush()
             self.watch.after_step()
             self._report()
         beside = self._prefill()
