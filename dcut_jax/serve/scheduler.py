@@ -251,8 +251,8 @@ class Scheduler:
         self._drop_unwanted()
         run = self._next is None or (self._begun is not None and not self._begun.left)
         if self.engine.unread and run and self._has_room:
-            # Whoever comes meanwhile need not wait for a step more. Of a prompt that has
-            # been run, what its last chunk took is known before it enters a slot.
+            # Whoever comes meanwhile need not wait for a step more. And what the last
+            # chunk of a prompt took is known before the prompt enters a slot.
             self.engine.flush()
             self.watch.after_step()
             self._report()
