@@ -380,7 +380,8 @@ class TestRefusals:
             with pytest.raises(ConfigError, match=f"1 to {most} drafts.*found 8, 9"):
                 command.main([*given, "3,8,9"])
         assert candidates.choose_widths(None, 7) == (3, 7)
-        assert candidates.choose_widths(None, 31) == (3, 7, 15)
+        assert candidates.choose_widths(None, 20) == (3, 7, 15, 20)
+        assert candidates.choose_widths(None, 31) == (3, 7, 15, 31)
 
     def test_what_is_no_drafter(self, prompts, nothing_loads, tmp_path):
         (tmp_path / "some").mkdir()
