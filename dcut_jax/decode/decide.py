@@ -149,7 +149,8 @@ def decide(
     if key.objective == "tokens":
         # An anchor gives a token, so of `room` tokens all but one can be drafts.
         useless_BK = slot_K >= room_B[:, None] - 1
-        value_BK = jnp.where(useless_BK & ~jnp.isnan(value_BK), NO_VALUE, value_BK)
+        least_BK = jnp.minimum(value_BK, NO_VALUE)  # or values would rise along a text
+        value_BK = jnp.where(useless_BK, least_BK, value_BK)
     # An empty slot leaves a row empty: layouts hold `rows - slots` drafts, no more.
     empty_S = jnp.sum(~active_B.reshape(key.shards, -1), axis=1, dtype=jnp.int32)
     rows_SR = jnp.asarray(key.rows_R, jnp.int32)[None] - empty_S[:, None]
