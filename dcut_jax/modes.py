@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from dcut_jax.cli import bar, positive
 from dcut_jax.cost.table import CostTable
@@ -116,11 +116,12 @@ def build_engine(
       costs: "roofline" starts at once: where this machine's costs were not measured,
         they are computed from its peak rates, and corrected while decoding.
       cost_dir: of cost tables; None takes `engine.profile.default_directory()`.
-      fairness, patience: see `DCutPolicy`, whose own are taken for None.
+      fairness, patience: of mode "dcut", see `DCutPolicy`, whose own stand for None.
       progress: whether a bar shows on standard error while costs are measured.
 
     Raises:
-      ValueError: a mode that is unknown or that this pair cannot decode in.
+      ValueError: a mode that is unknown or that this pair cannot decode in, or what
+        belongs to another mode.
     """
     if mode not in MODES:
         raise ValueError(f"mode {mode!r} is unknown; choose from {', '.join(MODES)}")
@@ -132,16 +133,19 @@ def build_engine(
             f"expected a width of 1 to {most} drafts, which is what this drafter's "
             f"block holds; found {width}"
         )
+    both = {"fairness": fairness, "patience": patience}
+    wishes: dict[str, Any] = {k: v for k, v in both.items() if v is not None}
+    if wishes and mode != "dcut":
+        raise ValueError(
+            f"{' and '.join(wishes)}: expected mode 'dcut', which weighs requests; "
+            f"found mode {mode!r}"
+        )
     models = pair.models if mode != "ar" else pair.without_drafter()
     compiler = Compiler(models, config.cache_dtype)
     where = cost_dir or default_directory()
 
     def cut(table: CostTable) -> DCutPolicy:
-        return DCutPolicy(
-            table,
-            fairness=fairness or DCutPolicy.fairness,
-            patience=patience or DCutPolicy.patience,
-        )
+        return DCutPolicy(table, **wishes)
 
     def policy() -> Policy:
         match mode:

@@ -217,6 +217,27 @@ class TestGenerate:
         assert texts["fixed"] == texts["dcut"] == texts["ar"]
         assert len(list((tmp_path / "cost").iterdir())) == 1
 
+    def test_fairness_and_patience_reach_the_policy(
+        self, prompts, tmp_path, capsys, monkeypatch
+    ):
+        flags = [*PAIR, *prompts, *self.FLAGS]
+        generate.main([*flags, "--mode", "ar"])
+        text, built = capsys.readouterr().out, []
+        build = generate.build_engine
+
+        def kept(*args, **kwargs):
+            built.append(build(*args, **kwargs))
+            return built[-1]
+
+        monkeypatch.setattr(generate, "build_engine", kept)
+        wishes = ["--fairness", "proportional", "--patience", "4"]
+        cost = ["--costs", "roofline", "--cost-dir", str(tmp_path / "cost")]
+        assert generate.main([*flags, *cost, *wishes]) == 0
+        assert capsys.readouterr().out == text
+        [engine] = built
+        found = engine.policy.fairness, engine.policy.patience
+        assert found == ("proportional", 4)
+
     def test_computed_costs_need_no_measuring(self, prompts, tmp_path, capsys):
         flags = [*PAIR, *prompts, *self.FLAGS]
         generate.main([*flags, "--mode", "ar"])
@@ -313,6 +334,8 @@ class TestGenerate:
             ("--mode fixed --cost-dir x", "--cost-dir belongs to --mode dcut"),
             ("--drafter none --cost-dir x", "belongs to --mode dcut; the mode is ar"),
             ("--mode ar --costs roofline", "--costs belongs to --mode dcut"),
+            ("--mode fixed --patience 4", "--patience belongs to --mode dcut"),
+            ("--mode ar --fairness equal", "--fairness belongs to --mode dcut"),
             ("--drafter none --mode dcut", "--mode dcut needs a drafter; name one"),
             ("--target elsewhere --mode fixed", "--mode fixed needs a drafter"),
             ("--prompts default hello", "not both"),

@@ -220,6 +220,26 @@ def test_a_probe_whose_outcome_never_comes_costs_nothing():
     assert widths(ran)[-600:].count(3) >= 500
 
 
+def test_promises_are_for_as_many_as_run():
+    # Alone a request's drafts all pay, in a crowd none; the newest look is a crowd's.
+    _, costs = world({3: 1.0, 7: 1.0, 15: 1.0})
+    chooser = WidthChooser(LADDER)
+    for requests, each in ((1, 3.0), (32, 0.0)):
+        for _ in range(8):
+            gain_MR = np.full((3, 2), [0.0, requests * each])
+            chooser.look(
+                requests=requests,
+                anchors=float(requests),
+                gain_MR=gain_MR,
+                full_M=gain_MR[:, 1],
+            )
+    promised = {}
+    for requests in (32, 1):
+        chooser.next(costs, requests=requests)
+        promised[requests] = chooser.promises(costs)[Choice(3, planned=True)].per_ms
+    assert promised[1] > 1.5 * promised[32]
+
+
 def test_a_neighbour_of_a_probe_does_not_settle_it():
     # The step before it is read after it was chosen, and may be of the same width.
     gain_MR, costs = world({3: 1.06, 7: 0.3, 15: 0.1})
