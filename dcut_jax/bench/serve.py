@@ -170,7 +170,11 @@ def bodies(
 
 
 def run_serve(argv: Sequence[str]) -> int:
-    """Runs all arms under all loads and prints what their clients saw."""
+    """Runs all arms under all loads and prints what their clients saw.
+
+    Returns:
+      1 if a request got no whole answer, else 0.
+    """
     args = parse(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     if args.rates:
@@ -230,7 +234,14 @@ def run_serve(argv: Sequence[str]) -> int:
         f"wrote {args.out / 'serve.json'}; took {time.perf_counter() - started:.0f} s"
     )
     print(line)
-    return 0
+    failed = sum(c["all"]["failed"] for c in cells)
+    if failed:
+        print(
+            f"error: expected an answer to every request, found {failed} without; "
+            f"column `failed` says of whom, and the servers' output why",
+            file=sys.stderr,
+        )
+    return 1 if failed else 0
 
 
 def check(
@@ -281,43 +292,71 @@ def render(
     arms: Sequence[str],
     target_ms: float | None,
 ) -> str:
-    """A table: medians over rounds; ratios are of rounds, to the first arm."""
+    """A table: medians over rounds; ratios are of rounds, to the first arm.
+
+    Where prompts are of several classes, a second table has each of them.
+    """
     table = Table(title="What clients saw: medians over rounds")
-    for name in ("load", "arm", "tokens/s", f"/ {arms[0]}", "goodput", "failed"):
-        table.add_column(name, justify="left" if name in ("load", "arm") else "right")
-    for name in ("TTFT ms p50", "p99", "TPOT ms p50", "p90", "p99"):
-        table.add_column(name, justify="right")
+    _add_columns(table, "load", "arm", "tokens/s", f"/ {arms[0]}")
+    by_class = Table(title="By class of the prompt: medians over rounds")
+    _add_columns(by_class, "load", "class", "arm", "tokens/s")
+    classes = sorted({kind for c in cells for kind in c["classes"]})
     for load in loads:
         here = [c for c in cells if c["load"] == asdict(load)]
         base = {c["round"]: c["all"] for c in here if c["arm"] == arms[0]}
         for arm in arms:
             mine = [c for c in here if c["arm"] == arm]
-            some = [Summary(**c["all"]) for c in mine]
             ratios = [
                 c["all"]["throughput"] / (base[c["round"]]["throughput"] or math.nan)
                 for c in mine
             ]
-            good = [s.goodput for s in some]
+            rate, *rest = _medians([Summary(**c["all"]) for c in mine], target_ms)
             table.add_row(
-                load.name,
-                arm,
-                f"{statistics.median(s.throughput for s in some):.1f}",
-                f"{statistics.median(ratios):.2f}",
-                "" if target_ms is None else f"{statistics.median(good):.1f}",
-                str(sum(s.failed for s in some)),
-                *(
-                    f"{statistics.median(s.ttft_ms[i] for s in some):.0f}"
-                    for i in (0, 2)
-                ),
-                *(
-                    f"{statistics.median(s.tpot_ms[i] for s in some):.1f}"
-                    for i in (0, 1, 2)
-                ),
+                load.name, arm, rate, f"{statistics.median(ratios):.2f}", *rest
             )
+        for kind in classes:
+            for arm in arms:
+                some = [
+                    Summary(**c["classes"][kind])
+                    for c in here
+                    if c["arm"] == arm and kind in c["classes"]
+                ]
+                if some:
+                    by_class.add_row(load.name, kind, arm, *_medians(some, target_ms))
     console = Console(width=COLUMNS, highlight=False)
     with console.capture() as capture:
         console.print(table)
+        if len(classes) > 1:
+            console.print(by_class)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def _add_columns(table: Table, *first: str) -> None:
+    for name in first:
+        named = name in ("load", "arm", "class")
+        table.add_column(name, justify="left" if named else "right")
+    for name in (
+        "goodput",
+        "failed",
+        "TTFT ms p50",
+        "p99",
+        "TPOT ms p50",
+        "p90",
+        "p99",
+    ):
+        table.add_column(name, justify="right")
+
+
+def _medians(some: Sequence[Summary], target_ms: float | None) -> list[str]:
+    """Cells of a row: rate, goodput, failures, and times that clients saw."""
+    good = [s.goodput for s in some]
+    return [
+        f"{statistics.median(s.throughput for s in some):.1f}",
+        "" if target_ms is None else f"{statistics.median(good):.1f}",
+        str(sum(s.failed for s in some)),
+        *(f"{statistics.median(s.ttft_ms[i] for s in some):.0f}" for i in (0, 2)),
+        *(f"{statistics.median(s.tpot_ms[i] for s in some):.1f}" for i in (0, 1, 2)),
+    ]
 
 
 def _finite(value: Any) -> Any:

@@ -240,6 +240,7 @@ def make_server(args: argparse.Namespace, target: Target, engine: Engine) -> "Se
         not args.no_logprobs,
         choices=args.choices,
         likeliest=args.likeliest,
+        plans=engine.steering is not None,
     )
     alive = engine.alive if isinstance(engine, Leader) else None
     scheduler = Scheduler(engine, limits, alive=alive)

@@ -112,6 +112,7 @@ class Server:
         return await self._answer("completion", request)
 
     async def _answer(self, kind: Kind, request: Request) -> Response:
+        arrived = time.monotonic()
         client = self._client(request)
         self._enter(client)
         try:
@@ -119,8 +120,8 @@ class Server:
             # Parsing a long prompt takes a while, and others wait in this loop.
             ask = await asyncio.to_thread(self._understand, kind, body)
             news: asyncio.Queue[tuple[Job, News]] = asyncio.Queue()
-            deadline = time.monotonic() + ask.wait_s
-            jobs = [Job(r, news, deadline) for r in ask.requests]
+            deadline = arrived + ask.wait_s
+            jobs = [Job(r, news, deadline, arrived) for r in ask.requests]
             self.scheduler.submit(jobs)
         except Refused as error:
             self.leave(client)
@@ -339,7 +340,9 @@ class _Reply(Response):
         except ApiError as error:
             return await error.response()(scope, receive, send)
         if not self.ask.stream:
-            return await JSONResponse(first)(scope, receive, send)
+            # As for a stream: a client that takes nothing must not hold it for ever.
+            async with asyncio.timeout(self.server.write_s):
+                return await JSONResponse(first)(scope, receive, send)
         headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
         headers += [(b"cache-control", b"no-store"), (b"x-accel-buffering", b"no")]
         start = {"type": "http.response.start", "status": 200, "headers": headers}

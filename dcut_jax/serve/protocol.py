@@ -33,6 +33,7 @@ class Served:
       logprobs: whether there are any.
       likeliest: of how many tokens they are told beside the one that was taken.
       choices: texts that one request may ask for.
+      plans: whether steps are planned, so that `tpot_ms` can be heeded.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Served:
     logprobs: bool
     choices: int
     likeliest: int = 0
+    plans: bool = True
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -118,6 +120,13 @@ def read_ask(kind: Kind, body: Any, served: Served) -> Ask:
             f"this server gives at most {served.choices} at a time.",
             "n",
             "invalid_value",
+        )
+    if "tpot_ms" in given and not served.plans:
+        raise BadField(
+            "tpot_ms: this server plans no steps by it; leave it out, or ask one that "
+            "was started with --mode dcut.",
+            "tpot_ms",
+            "unsupported_parameter",
         )
     logprobs, top = _logprobs(kind, given, served)
     options = given.get("stream_options", {})

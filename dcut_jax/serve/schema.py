@@ -148,7 +148,8 @@ _COMMON: dict[str, Schema] = {
         maximum=100,
     ),
     "tpot_ms": number(
-        "Own extension. Longest time that a token may take, ms; D-Cut heeds it.",
+        "Own extension. Longest time that a token may take, ms; only of a server that "
+        "decodes by D-Cut.",
         exclusiveMinimum=0,
         maximum=1e9,
     ),

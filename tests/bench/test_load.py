@@ -152,6 +152,19 @@ def test_the_table_has_every_arm_and_load():
     assert table.count("1.50") == 2
     assert "concurrency 2" in table
     assert "0.5/s by 3" in table
+    assert "class" not in table
+
+
+def test_classes_have_a_table_of_their_own():
+    load = Load(concurrency=2)
+    samples = [
+        Sample(kind, 200, n, 0.1, 0.02, 2.0, "") for kind, n in (("a", 9), ("b", 4))
+    ]
+    cells = [cell("ar", load, 0, samples, None)]
+    rows = render(cells, [load], ["ar"], None).splitlines()
+    parts = [[part.strip() for part in row.split("│")] for row in rows]
+    rate = {row[2]: row[4] for row in parts if len(row) > 4 and row[3] == "ar"}
+    assert rate == {"a": "4.5", "b": "2.0"}
 
 
 class TestFlags:

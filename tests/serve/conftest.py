@@ -137,7 +137,8 @@ class Live:
         self.text = text
         self.engine = engine
         self.scheduler = Scheduler(engine, limits, on_step=on_step)
-        served = Served(NAME, text, MAX_LENGTH, True, limits.choices, 2)
+        plans = engine.steering is not None
+        served = Served(NAME, text, MAX_LENGTH, True, limits.choices, 2, plans)
         self.served = served
         self.server = Server(served, self.scheduler, limits, **options)
         config = uvicorn.Config(
