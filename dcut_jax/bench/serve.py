@@ -86,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--max-new-tokens", type=positive, default=64)
     p.add_argument("--tpot-ms", type=float, help="target that goodput is counted by")
     p.add_argument("--slots", type=positive, default=8)
-    p.add_argument("--max-length", type=positive, default=512)
+    p.add_argument("--max-length", type=positive, default=1024)
     add_memory_flag(
         p, "what a server takes; where memory is short, arms may differ in it"
     )
