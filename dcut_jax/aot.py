@@ -23,6 +23,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from dcut_jax.cli import run
 from dcut_jax.config import (
+    ConfigError,
     ModelConfig,
     RopeConfig,
     model_config_from_hf,
@@ -324,6 +325,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
     args = parser().parse_args(argv)
     known = TPU_TARGETS if args.platform == "tpu" else CUDA_TARGETS
+    names = [t.name for t in known]
+    if other := [name for name in args.targets or () if name not in names]:
+        raise ConfigError(
+            f"--targets: expected some of {args.platform}'s, {', '.join(names)}; found "
+            f"{', '.join(other)}"
+        )
     chosen = [t for t in known if not args.targets or t.name in args.targets]
     rows: list[Row] = []
     for target in chosen:
@@ -336,6 +343,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             if args.out:  # after each, for some take many minutes
                 save(Path(args.out), args.platform, rows)
     print(markdown(rows))
+    if not rows:
+        raise ConfigError(
+            f"--only {args.only!r}: expected a part of a program's name, found none "
+            f"that has it; nothing was compiled"
+        )
     return 1 if any(row.error for row in rows) else 0
 
 

@@ -174,9 +174,14 @@ def difference(got: Any, want: Any, tolerance: float = 1e-4) -> str:
     """ "equal" where integers are and floats nearly; else how far apart they are."""
     worst = 0.0
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        apart = np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64))
+        got_X, want_X = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        with np.errstate(invalid="ignore"):  # of two infinities
+            apart_X = np.abs(got_X - want_X)
         allowed = 0.0 if np.issubdtype(a.dtype, np.integer) else tolerance
-        if (apart > allowed).any():
+        # What is no number is near nothing.
+        wrong_X = ~(apart_X <= allowed) & (got_X != want_X)
+        if wrong_X.any():
+            apart = np.nan_to_num(apart_X[wrong_X], nan=np.inf, posinf=np.inf)
             worst = max(worst, float(apart.max()))
     return "equal" if worst == 0.0 else f"differs by {worst:.3g}"
 

@@ -222,6 +222,10 @@ def run_stage(stage: Stage, limit_s: float, environment: Mapping[str, str]) -> O
         late = True
         os.killpg(process.pid, signal.SIGKILL)
         printed, _ = process.communicate()
+    finally:
+        if process.returncode is None:  # we are told to end; it has no other parent
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     seconds = time.monotonic() - start
     status: Status = "ok" if process.returncode == 0 else "failed"
     error = "" if status == "ok" else printed[-SHOWN:]
@@ -353,6 +357,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     out.mkdir(parents=True, exist_ok=True)
     sizes = tiny(out) if args.tiny else full()
     day = Day(out, 60 * args.minutes, environment_of(sizes, out / "compiled"))
+    # As when interrupted: the stage that runs is ended, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     well = day.run(stages(sizes, out))
     print(summary(day.outcomes))
     print(f"wrote {out / 'day.json'}")

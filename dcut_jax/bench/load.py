@@ -4,12 +4,14 @@ Knows nothing of engines: any server with OpenAI's API can be under it. A reques
 thread of its own that reads a stream; loads here are of tens of requests.
 """
 
+import contextlib
 import http.client
 import json
+import math
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -67,7 +69,8 @@ class Sample:
       kind: class of the request, such as the set that its prompt is of.
       status: of HTTP; 0 where the answer broke off.
       ttft_s: from sending it to the first piece of text.
-      tpot_s: between tokens, from the first piece to the last; NaN with one token.
+      tpot_s: between tokens, from the first piece to the last or to the end that an end
+        token made; NaN with one token.
       end_s: when it ended, from the start of the trace.
     """
 
@@ -81,24 +84,13 @@ class Sample:
 
 
 def ask(url: str, body: Mapping[str, Any], kind: str, start: float) -> Sample:
-    """Sends one request and reads its stream to the end."""
+    """Sends one request and reads its stream to the end; what fails has status 0."""
     nan = float("nan")
-    where = urlsplit(url)
-    connection = http.client.HTTPConnection(where.netloc, timeout=TIMEOUT_S)
     sent = time.perf_counter()
     first = last = nan
     text, tokens, status, whole = "", 0, 0, False
-    body = {**body, "stream": True, "stream_options": {"include_usage": True}}
     try:
-        connection.request(
-            "POST",
-            "/v1/chat/completions",
-            json.dumps(body),
-            {"Content-Type": "application/json"},
-        )
-        answer = connection.getresponse()
-        status = answer.status
-        for line in answer:
+        for status, line in _answer(url, body):
             whole = whole or line.strip() == b"data: [DONE]"
             if not line.startswith(b"data: {"):
                 continue
@@ -107,18 +99,19 @@ def ask(url: str, body: Mapping[str, Any], kind: str, start: float) -> Sample:
                 status = 500
                 break
             said = "".join(c["delta"].get("content") or "" for c in data["choices"])
-            if said:
+            ended = any(c.get("finish_reason") for c in data["choices"])
+            if said or ended:  # an end token counts, and has no text
                 last = time.perf_counter()
-                first = last if text == "" else first
+                first = last if math.isnan(first) else first
                 text += said
             if data.get("usage"):
                 tokens = data["usage"]["completion_tokens"]
-    except (OSError, http.client.HTTPException, json.JSONDecodeError):
+    except (OSError, http.client.HTTPException):
         status = 0
+    except (ValueError, LookupError, TypeError, AttributeError):
+        status = 0  # none of this protocol
     else:  # a chunk that never came reads like the end
         status = 0 if status == 200 and not whole else status
-    finally:
-        connection.close()
     return Sample(
         kind=kind,
         status=status,
@@ -128,6 +121,23 @@ def ask(url: str, body: Mapping[str, Any], kind: str, start: float) -> Sample:
         end_s=time.perf_counter() - start,
         text=text,
     )
+
+
+def _answer(url: str, body: Mapping[str, Any]) -> Iterator[tuple[int, bytes]]:
+    """The status and lines of a stream; of an answer without any one empty line."""
+    body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=TIMEOUT_S)
+    with contextlib.closing(connection):
+        connection.request(
+            "POST",
+            "/v1/chat/completions",
+            json.dumps(body),
+            {"Content-Type": "application/json"},
+        )
+        answer = connection.getresponse()
+        yield answer.status, b""
+        for line in answer:
+            yield answer.status, line
 
 
 def replay(
@@ -171,6 +181,7 @@ def replay(
             threads.append(start_thread(one, index))
     for thread in threads:
         thread.join()
+    assert all(found), "`ask` gives a sample whatever happens"
     return [f for f in found if f is not None]
 
 

@@ -10,6 +10,7 @@ import jax
 
 from dcut_jax.bench.records import PEER, Cell
 from dcut_jax.bench.runner import Texts
+from dcut_jax.engine.profile import cores
 from dcut_jax.engine.requests import Request
 from dcut_jax.weights.hf import save_hf
 from dcut_jax.weights.load import Target
@@ -67,7 +68,7 @@ class TransformersPeer:
         torch, transformers = require_torch()
         self._torch = torch
         self._device = choose_device(jax.default_backend(), torch)
-        torch.set_num_threads(os.cpu_count() or 1)
+        torch.set_num_threads(cores())
         self.version = (
             f"{transformers.__version__}, torch {torch.__version__} on {self._device}"
         )

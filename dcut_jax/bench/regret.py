@@ -115,7 +115,10 @@ def _layout_costs(name: str, mesh: MeshShape, shapes: StepShapes) -> StepCosts:
             for width in POLICY.ladder(shapes)
         },
         **{
-            verify_work(lay): model.verify_ms(shapes.slots, lay.rows, CONTEXT)
+            # A step of anchors alone leaves the drafter's context to a catch-up.
+            verify_work(lay): model.verify_ms(
+                shapes.slots, lay.rows, CONTEXT, features=lay.rows > shapes.slots
+            )
             for lay in [anchors_only(shapes), *POLICY.layouts(shapes)]
         },
     }

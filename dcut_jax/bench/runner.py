@@ -160,7 +160,7 @@ class Texts:
     def __init__(self, reference: Sequence[Completion]) -> None:
         self._reference = [c.tokens for c in reference]
         self._seen: dict[str, dict[int, int]] = {}
-        self._differences: dict[str, dict[tuple[int, int], Difference]] = {}
+        self._differences: dict[str, dict[tuple[int, ...], Difference]] = {}
 
     def check(
         self,
@@ -184,7 +184,9 @@ class Texts:
         for position, (a, b) in enumerate(pairs):
             if a != b:
                 found = Difference(prompt, position, batch, float("nan"), a, b)
-                self._differences.setdefault(arm, {}).setdefault((prompt, batch), found)
+                # Every kind of difference once: a near-tie must not hide another.
+                key = (prompt, batch, position, b)
+                self._differences.setdefault(arm, {}).setdefault(key, found)
                 return
 
     def results(self, gap: Callable[[Difference], float]) -> tuple[TextCheck, ...]:

@@ -9,8 +9,9 @@ import shlex
 import statistics
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -138,11 +139,14 @@ def running(arm: str, args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
+            too_late = threading.Timer(START_S, server.kill)
+            too_late.start()
             line = server.stdout.readline()
+            too_late.cancel()
             if " at http" not in line:
                 raise ValueError(
-                    f"expected the server of arm {arm} to start, found it ended; what "
-                    f"it said is above"
+                    f"expected the server of arm {arm} to start, within "
+                    f"{START_S:.0f} s, found it ended; what it said is above"
                 )
             yield line.rsplit(" ", 1)[1].strip(), arm
         finally:
@@ -183,8 +187,9 @@ def run_serve(argv: Sequence[str]) -> int:
         loads = [Load(concurrency=c) for c in args.concurrencies or (1, 4, 8)]
     started = time.perf_counter()
     cells: list[dict[str, Any]] = []
-    texts: dict[tuple[int, int], str] = {}
-    differ: dict[str, int] = {}
+    machine = host()  # now: the commit may be another one in the end
+    load_prompts(args.prompts)  # what is wrong with them is told before servers start
+    texts: dict[str, list[tuple[int, str]]] = {}
     with contextlib.ExitStack() as stack:
         if args.url:
             servers = {SERVER: (args.url, args.model)}
@@ -208,16 +213,22 @@ def run_serve(argv: Sequence[str]) -> int:
                         some = bodies(args, first, model)
                         time.sleep(ROUND_S)
                         samples = replay(url, some, load, args.seed + round_)
-                        check(samples, first, arm, texts, differ)
+                        texts.setdefault(arm, []).extend(
+                            (first + i, sample.text)
+                            for i, sample in enumerate(samples)
+                            if sample.status == 200
+                        )
                         cells.append(cell(arm, load, round_, samples, args.tpot_ms))
     print(render(cells, loads, list(servers), args.tpot_ms))
+    base = next(iter(servers))
+    differ = differences(texts, base)
     for arm, count in differ.items():
-        print(f"{arm}: {count} texts differ from those of {next(iter(servers))}")
+        print(f"{arm}: {count} texts differ from those of {base}")
     record = {
         "version": VERSION,
         "command": "python -m dcut_jax.bench serve " + shlex.join(argv),
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "machine": host(),  # the clients', and the servers' where this started them
+        "machine": machine,  # the clients', and the servers' where this started them
         "url": args.url,
         "target": None if args.url else args.target,
         "drafter": args.drafter,
@@ -244,20 +255,23 @@ def run_serve(argv: Sequence[str]) -> int:
     return 1 if failed else 0
 
 
-def check(
-    samples: Sequence[Sample],
-    first: int,
-    arm: str,
-    texts: dict[tuple[int, int], str],
-    differ: dict[str, int],
-) -> None:
-    """Compares texts with those that the first arm gave for the same request."""
-    for i, sample in enumerate(samples):
-        if sample.status != 200:
-            continue
-        want = texts.setdefault((first, i), sample.text)
-        if sample.text != want:
-            differ[arm] = differ.get(arm, 0) + 1
+def differences(
+    texts: Mapping[str, Sequence[tuple[int, str]]], base: str
+) -> dict[str, int]:
+    """How many texts of an arm are not what `base` first gave for the same request.
+
+    Args:
+      texts: of each arm, with the number of the request; under several loads more than
+        one of a request, also of `base` itself.
+    """
+    want: dict[int, str] = {}
+    for request, text in texts.get(base, ()):
+        want.setdefault(request, text)
+    found = {
+        arm: sum(text != want.get(request, text) for request, text in some)
+        for arm, some in texts.items()
+    }
+    return {arm: count for arm, count in found.items() if count}
 
 
 def cell(

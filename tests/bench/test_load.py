@@ -11,11 +11,18 @@ from types import SimpleNamespace
 import pytest
 
 from dcut_jax.bench.load import Load, Sample, replay, summarise
-from dcut_jax.bench.serve import cell, parse, rates, render, serve_arms
+from dcut_jax.bench.serve import (
+    cell,
+    differences,
+    parse,
+    rates,
+    render,
+    serve_arms,
+)
 
 # What a server says that dies before the next chunk: whole events, and half of one.
 WHOLE = b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n'
-BROKEN = {14: WHOLE, 15: WHOLE + WHOLE[:20]}
+BROKEN = {14: WHOLE, 15: WHOLE + WHOLE[:20], 16: b'data: {"choices": [{}]}\n\n'}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -88,9 +95,27 @@ def test_a_client_sees_tokens_times_and_failures(url):
 
 
 def test_an_answer_that_breaks_off_is_a_failure_and_the_rest_goes_on(url):
-    found = replay(url, bodies(14, 2, 15, 3), Load(concurrency=1), 0)
-    assert [s.status for s in found] == [0, 200, 0, 200]
-    assert [s.text for s in found] == ["a", "aa", "a", "aaa"]
+    found = replay(url, bodies(14, 2, 15, 3, 16, 1), Load(concurrency=1), 0)
+    assert [s.status for s in found] == [0, 200, 0, 200, 0, 200]
+    assert [s.text for s in found] == ["a", "aa", "a", "aaa", "", "a"]
+
+
+def test_an_end_token_takes_time_though_it_has_no_text(url, monkeypatch):
+    ticks = itertools.count()
+    clock = SimpleNamespace(perf_counter=lambda: next(ticks))
+    monkeypatch.setattr("dcut_jax.bench.load.time", clock)
+
+    def answer(self, tokens):
+        self.send_response(200)
+        self.end_headers()
+        self.piece(choices=[{"delta": {"content": "a"}}])
+        self.piece(choices=[{"delta": {}, "finish_reason": "stop"}])
+        self.piece(choices=[], usage={"completion_tokens": 2})
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    monkeypatch.setattr(Handler, "answer", answer)
+    [one] = replay(url, bodies(2), Load(concurrency=1), 0)
+    assert one.tpot_s == 1.0
 
 
 def test_time_per_token_is_between_the_first_piece_and_the_last(url, monkeypatch):
@@ -106,9 +131,21 @@ def test_so_many_are_under_way_at_a_time(url):
     assert Handler.most == 3
 
 
-def test_a_server_that_is_not_there():
-    found = replay("http://127.0.0.1:9", bodies(3), Load(concurrency=1), 0)
-    assert [s.status for s in found] == [0]
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "http://127.0.0.1:8x"])
+def test_a_server_that_is_not_there(url):
+    found = replay(url, bodies(3, 4), Load(concurrency=1), 0)
+    assert [s.status for s in found] == [0, 0]
+
+
+def test_texts_are_held_to_those_of_the_first_arm_whoever_ran_first():
+    texts = {
+        "fixed-7": [(0, "a"), (1, "wrong"), (2, "c")],
+        "ar": [(0, "a"), (1, "b"), (0, "a")],
+        "dcut": [(0, "a"), (1, "b")],
+    }
+    assert differences(texts, "ar") == {"fixed-7": 1}
+    texts["ar"].append((1, "of another load"))
+    assert differences(texts, "ar") == {"fixed-7": 1, "ar": 1}
 
 
 class TestArrivals:

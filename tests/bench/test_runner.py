@@ -59,12 +59,14 @@ class TestTexts:
         texts.check("dcut", 1, 1, [3, 9], finished=True)
         texts.check("dcut", 8, 1, [8], finished=False)
         texts.check("dcut", 8, 1, [3, 9], finished=True)
+        texts.check("dcut", 8, 1, [3, 9], finished=True)
         texts.check(AR, 8, 1, [3], finished=False)
         dcut, ar = texts.results(lambda d: d.batch / 4)
         assert (dcut.prompts, dcut.tokens) == (2, 4)
         assert [(d.batch, d.position, d.gap) for d in dcut.differences] == [
             (1, 1, 0.25),
             (8, 0, 2.0),
+            (8, 1, 2.0),
         ]
         assert (ar.prompts, ar.tokens, ar.differences) == (1, 1, ())
 

@@ -39,6 +39,11 @@ def test_a_wrong_result_fails_the_command():
     assert bench.difference(exact, exact) == "equal"
     assert bench.difference(exact, (jnp.array([1, 3]), jnp.array([0.5]))) != "equal"
     assert "0.25" in bench.difference(exact, (exact[0], jnp.array([0.25])))
+    for wrong in (jnp.nan, jnp.inf):
+        assert "inf" in bench.difference(exact, (exact[0], jnp.array([wrong])))
+        assert "inf" in bench.difference((exact[0], jnp.array([wrong])), exact)
+    both = (jnp.array([jnp.inf]),)
+    assert bench.difference(both, both) == "equal"
 
 
 def test_a_form_that_fails_hides_no_other(monkeypatch):
