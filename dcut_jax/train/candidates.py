@@ -63,7 +63,7 @@ def most_drafts(path: Path) -> int:
       CheckpointError, ConfigError: it is neither, or its description is broken.
     """
     if is_run(path):
-        return stored_config(path)[1].block - 1
+        return stored_config(path)[1].max_drafts
     described = drafter_config(read_json(path / CONFIG), str(path / CONFIG))
     return described.max_drafts
 

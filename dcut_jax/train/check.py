@@ -17,6 +17,7 @@ from dcut_jax.engine.load import load_pair
 from dcut_jax.engine.policy import ArPolicy, FixedPolicy, Policy
 from dcut_jax.engine.requests import Completion, Request
 from dcut_jax.prompts import DEFAULT, load_prompts
+from dcut_jax.train.candidates import Candidate, check_made_for
 from dcut_jax.weights.load import Target
 
 PROMPTS = 10
@@ -80,6 +81,7 @@ def check(
       ConfigError: the drafter is of another kind, or was made for another target.
     """
     pair = load_pair(target, str(drafter), DTYPE, DRAFT_DTYPE)
+    check_made_for(Candidate(Path(drafter), Path(drafter).name, None), pair)
     assert pair.models.drafter is not None, "a directory was named"
     prompts, source = _prompts(pair.target)
     stop = pair.target.text().eos_ids if pair.target.tokenizer else ()

@@ -269,6 +269,12 @@ def _remove(unfinished: Path) -> None:
         time.sleep(0.05)
 
 
+def has_checkpoints(out: Path) -> bool:
+    """Whether a run's directory has any, whole or not; looks at names alone."""
+    where = out / DIRECTORY
+    return where.is_dir() and any(entry.name.isdecimal() for entry in where.iterdir())
+
+
 def checkpoints(out: Path) -> Checkpoints:
     """Checkpoints of a run, for a reader."""
     return Checkpoints(out)

@@ -74,7 +74,8 @@ def respond(
 
     Raises:
       CheckpointError: the target has no tokenizer.
-      DatasetError: `out` is compressed, is damaged, or has answers of another target.
+      DatasetError: `out` is compressed, is damaged, or has answers of another target;
+        or logits of the target are not finite.
     """
     text = target.text()
     if out.suffix == ".gz":
@@ -114,6 +115,13 @@ def respond(
             finished = [r for r in running if r[2].finish != "running"]
             running = [r for r in running if r[2].finish == "running"]
             for prompt, ids, completion in finished:
+                if completion.finish == "failed":
+                    raise DatasetError(
+                        f"expected finite logits, found none after "
+                        f"{len(completion.tokens)} tokens of an answer to a prompt of "
+                        f"{prompt.source}; what was answered before is kept. Take a "
+                        f"wider --dtype"
+                    )
                 line = {
                     "target": target.identity,
                     "source": prompt.source,

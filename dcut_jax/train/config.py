@@ -11,8 +11,11 @@ from dcut_jax.config import ConfigError, DrafterConfig, LayerType, ModelConfig
 from dcut_jax.train.data import differences
 from dcut_jax.train.loss import Objective
 from dcut_jax.weights.dflash import check_pair, default_taps
+from dcut_jax.weights.errors import CheckpointError
+from dcut_jax.weights.load import Target
 
 CONFIG = "config.json"
+TARGET = "target.json"
 # What a run may be resumed with other values of: where things lie, and how often it
 # says and saves something.
 MAY_CHANGE = {
@@ -43,7 +46,11 @@ KINDS: dict[Any, str] = {
     tuple[int, ...]: "a list of whole numbers",
     tuple[float, ...]: "a list of numbers",
 }
-CHOICES = {"optimizer": ("adamw", "muon"), "features": ("cached", "online")}
+CHOICES = {
+    "optimizer": ("adamw", "muon"),
+    "features": ("cached", "online"),
+    "compute_dtype": ("float32", "bfloat16", "float16"),
+}
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,9 @@ class TrainConfig:
       ce, kl, l1, confidence, gamma, pace, heads_only: see `loss.Objective`. DFlash is
         `ce = 1`; DSpark is `ce = 0.1, l1 = 0.9, confidence = 1`.
       markov_rank: of the drafter's Markov head; 0 for none.
+      sample_from_anchor: whether slot 0, which holds the anchor, drafts too, as in
+        DSpark's own drafters; DFlash's do not. DeepSpec and SGLang read drafters with
+        heads only so.
       optimizer: `adamw` or `muon`.
       accumulate: micro-batches of a step, each of `docs` documents.
       ema: decay of the moving average of parameters (after step t at most
@@ -117,6 +127,7 @@ class TrainConfig:
     pace: bool = False
     heads_only: bool = False
     markov_rank: int = 0
+    sample_from_anchor: bool = False
     optimizer: str = "adamw"
     accumulate: int = 1
     ema: float = 0.0
@@ -150,9 +161,9 @@ class TrainConfig:
             raise ConfigError(
                 f"{len(self.widths)} widths and {len(self.width_weights)} weights"
             )
-        if not all(1 <= w < self.block for w in self.widths):
+        if not all(1 <= w <= self.max_drafts for w in self.widths):
             raise ConfigError(
-                f"widths {list(self.widths)} must lie in 1..{self.block - 1}, the "
+                f"widths {list(self.widths)} must lie in 1..{self.max_drafts}, the "
                 f"drafts of a block of {self.block}"
             )
         if self.shortlist_frequent > self.shortlist:
@@ -220,6 +231,11 @@ class TrainConfig:
                 f"buckets {list(self.buckets)} must rise and end with length "
                 f"{self.length}"
             )
+
+    @property
+    def max_drafts(self) -> int:
+        """Drafts of a full block."""
+        return self.block if self.sample_from_anchor else self.block - 1
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -333,6 +349,7 @@ def make_drafter_config(cfg: TrainConfig, target: ModelConfig) -> DrafterConfig:
         target_depth=target.layers,
         layer_types=(full,) * cfg.layers,
         causal=(False,) * cfg.layers,
+        sample_from_anchor=cfg.sample_from_anchor,
         markov_rank=cfg.markov_rank,
         confidence_head=cfg.confidence > 0,
     )
@@ -352,6 +369,25 @@ def read_run(path: Path) -> dict[str, Any]:
         return json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
+
+
+def check_target(run: Path, target: Target) -> None:
+    """Refuses a target that is not the one a run was begun with, though shapes agree.
+
+    Runs of versions that stored none are taken as they are.
+
+    Raises:
+      CheckpointError: with both identities.
+    """
+    path = run / TARGET
+    if not path.is_file():
+        return
+    theirs = read_run(path)
+    if theirs["identity"] != target.identity:
+        raise CheckpointError(
+            f"{run}: expected its target {theirs['name']} ({theirs['identity']}), "
+            f"found {target.name} ({target.identity}); name the run's own"
+        )
 
 
 def check_same_run(cfg: TrainConfig, path: Path) -> None:

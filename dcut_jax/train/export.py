@@ -18,6 +18,7 @@ from dcut_jax.train.checkpoints import DIRECTORY, checkpoints, restore
 from dcut_jax.train.config import (
     CONFIG,
     TrainConfig,
+    check_target,
     config_from_json,
     make_drafter_config,
     read_run,
@@ -56,6 +57,7 @@ def export(run: str | Path, out: str | Path, target: str | None = None) -> int:
         )
     stored, cfg = stored_config(run)
     loaded = load_target(target or cfg.target, jnp.bfloat16)
+    check_target(run, loaded)
     drafter_cfg = make_drafter_config(cfg, loaded.cfg)
     like = init_state(drafter_cfg, cfg)
     with checkpoints(run) as manager:

@@ -25,11 +25,13 @@ from dcut_jax.files import write_text
 from dcut_jax.mesh import place
 from dcut_jax.models.dense import head_VE
 from dcut_jax.train.blocks import Blocks
-from dcut_jax.train.checkpoints import Checkpoints
+from dcut_jax.train.checkpoints import Checkpoints, has_checkpoints
 from dcut_jax.train.config import (
     CONFIG,
+    TARGET,
     TrainConfig,
     check_same_run,
+    check_target,
     make_drafter_config,
 )
 from dcut_jax.train.data import (
@@ -48,9 +50,9 @@ from dcut_jax.train.mesh import (
     table_sharding,
 )
 from dcut_jax.train.run_log import RunLog, require_tensorboard
-from dcut_jax.train.shortlist import make_shortlist
+from dcut_jax.train.shortlist import check_shortlist, make_shortlist
 from dcut_jax.train.step import compiled_step, init_state, new_state, on_mesh
-from dcut_jax.weights.dflash import load_drafter
+from dcut_jax.weights.dflash import WEIGHTS, load_drafter
 from dcut_jax.weights.load import load_target
 
 FeaturesOf = Callable[[Any, Any], Features]
@@ -98,8 +100,10 @@ class Trainer:
         target_head_VE: Array,
         data: Dataset,
         features: FeaturesOf | None = None,
+        target: dict[str, str] | None = None,
     ):
         self.cfg = cfg
+        self.target = target
         self.drafter_cfg = make_drafter_config(cfg, target_cfg)
         taps = data.manifest.get("taps")
         if taps is not None and tuple(taps) != self.drafter_cfg.target_layers:
@@ -124,9 +128,11 @@ class Trainer:
             usable, size, cfg.docs * cfg.accumulate, cfg.lengths, cfg.seed
         )
         counts = data.counts(target_cfg.vocab)
+        if cfg.shortlist:
+            check_shortlist(cfg, target_cfg.vocab, data, self.order)
         self.frequent = np.argsort(-counts, kind="stable")[: cfg.shortlist_frequent]
         self.state = init_state(self.drafter_cfg, cfg)
-        if cfg.init:
+        if cfg.init and not has_checkpoints(Path(cfg.out)):
             self.state = new_state(self.start_from(cfg.init), cfg)
         if self.mesh is not None:
             self.state = on_mesh(self.state, self.mesh, self.drafter_cfg, cfg)
@@ -185,6 +191,9 @@ class Trainer:
             markov_rank=found.markov_rank and self.drafter_cfg.markov_rank,
             confidence_head=found.confidence_head and self.drafter_cfg.confidence_head,
         )
+        if self.drafter_cfg.markov_rank and not found.markov_rank:
+            # A confidence head reads the Markov head's row, too, and has another shape.
+            weights.pop("confidence", None)
         if found != ours:
             theirs, wanted = map(dataclasses.asdict, (found, self.drafter_cfg))
             different = [n for n in wanted if wanted[n] != theirs[n]]
@@ -256,8 +265,8 @@ class Trainer:
           tensorboard: also write TensorBoard's event files, under `out`.
 
         Raises:
-          ConfigError: the checkpoint is of a run with another config; see
-            `check_same_run`.
+          ConfigError: the checkpoint is of a run with another config, see
+            `check_same_run`; or `out` is an exported drafter.
           CheckpointError: there are checkpoints, and none can be read.
           DatasetError: the log has a line that is none of ours.
           ImportError: `tensorboard` is asked for and tensorboardX is not installed.
@@ -275,6 +284,11 @@ class Trainer:
         ):
             if saved.latest_step() is not None:
                 check_same_run(cfg, out / CONFIG)
+            elif (out / WEIGHTS).exists():
+                raise ConfigError(
+                    f"{out} is an exported drafter, whose config a run would write "
+                    f"over; give the run a directory of its own"
+                )
             restored = saved.restore(self.state)
             self.state = restored.state
             speaks = jax.process_index() == 0  # for all processes of the run
@@ -282,6 +296,8 @@ class Trainer:
                 write_text(
                     out / CONFIG, json.dumps(dataclasses.asdict(cfg), indent=1) + "\n"
                 )
+                if self.target is not None:
+                    write_text(out / TARGET, json.dumps(self.target, indent=1) + "\n")
             if int(self.state.step) < cfg.steps:
                 saved.require_room(self.state)
             if speaks and self.skipped:
@@ -326,12 +342,13 @@ class Trainer:
             since += 1
             if number % cfg.log_every == 0:
                 ms = 1e3 * (time.perf_counter() - began) / since
+                anchors = cfg.accumulate * cfg.docs * cfg.anchors
                 record(
                     step=number,
                     loss=round(float(np.mean(losses)), 4),
                     grad_norm=round(metrics["grad_norm"], 3),
                     ms_per_step=round(ms, 1),
-                    anchors_per_s=round(1e3 * cfg.docs * cfg.anchors / ms, 1),
+                    anchors_per_s=round(1e3 * anchors / ms, 1),
                 )
                 losses, began, since = [], time.perf_counter(), 0
             last = number == cfg.steps
@@ -393,7 +410,8 @@ def make_trainer(cfg: TrainConfig) -> Trainer:
     """A trainer with target and data as the config names them.
 
     Raises:
-      CheckpointError: there is no such target.
+      CheckpointError: there is no such target, or it is not the one the run was begun
+        with.
       ConfigError: the drafter does not go with the target, or `init` with the drafter.
       DatasetError: the dataset is missing, damaged, another target's, of other layers,
         or too small.
@@ -407,6 +425,8 @@ def make_trainer(cfg: TrainConfig) -> Trainer:
             f"{target.identity}, found those of {theirs}; name the target that the "
             f"dataset was made with, or make one with this target"
         )
+    if has_checkpoints(Path(cfg.out)):
+        check_target(Path(cfg.out), target)
     features = None
     if cfg.features == "online":
         taps = make_drafter_config(cfg, target.cfg).target_layers
@@ -418,4 +438,5 @@ def make_trainer(cfg: TrainConfig) -> Trainer:
         head_VE(target.params),
         data,
         features,
+        {"name": target.name, "identity": target.identity},
     )

@@ -4,7 +4,40 @@ import numpy as np
 
 from dcut_jax.config import ConfigError
 from dcut_jax.train.blocks import Blocks
+from dcut_jax.train.config import TrainConfig
+from dcut_jax.train.data import Dataset, Order
 from dcut_jax.train.loss import Shortlist
+
+PADDING = 0  # behind documents, and so among a step's words
+
+
+def check_shortlist(cfg: TrainConfig, vocab: int, data: Dataset, order: Order) -> None:
+    """Refuses a shortlist that some step of the run would not find room in.
+
+    What a step sees is known beforehand, and a run that ends in one of its steps could
+    never go on.
+
+    Raises:
+      ConfigError: with a size that does.
+    """
+    if cfg.shortlist > vocab:
+        raise ConfigError(
+            f"shortlist {cfg.shortlist}: expected at most the vocabulary, {vocab}; "
+            f"take 0 for all of it"
+        )
+    if cfg.shortlist >= cfg.docs * cfg.length:
+        return
+    most = 0
+    for number in range(cfg.steps):
+        documents, length = order.of_step(number)
+        for some in documents.reshape(cfg.accumulate, cfg.docs):
+            seen = [data.document(i).tokens[:length] for i in some]
+            most = max(most, len(np.unique(np.concatenate([[PADDING], *seen]))))
+    if most > cfg.shortlist:
+        raise ConfigError(
+            f"shortlist {cfg.shortlist}: expected at least {most}, for so many "
+            f"different words some step of this run has"
+        )
 
 
 def make_shortlist(

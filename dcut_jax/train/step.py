@@ -48,7 +48,7 @@ def make_optimizer(cfg: TrainConfig) -> optax.GradientTransformation:
     `adamw` has no decay. `muon` takes matrices, all inputs of a product against all its
     outputs, with ten times the rate; the rest and the tables of words stay with Adam.
     """
-    warmup = max(1, int(cfg.warmup * cfg.steps))
+    warmup = min(max(1, int(cfg.warmup * cfg.steps)), cfg.steps - 1)
 
     def schedule(peak: float) -> optax.Schedule:
         return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, cfg.steps)

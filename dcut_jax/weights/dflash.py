@@ -15,7 +15,9 @@ deepseek-ai/DeepSpec:
   `.bias`, `[1]` (`common.py`).
 * Slot 0 drafts too, and no field says so. vllm-project/speculators has one,
   `sample_from_anchor`, true by default for DSpark and false for DFlash
-  (`models/dspark/config.py`).
+  (`models/dspark/config.py`); vLLM reads its opposite, `dspark_bonus_anchor`, false by
+  default (`DSparkSpeculator`). Both are written. DeepSpec and SGLang know neither: they
+  take slot 0 to draft, so train for them with `sample_from_anchor`.
 * `embed_tokens.weight` and `lm_head.weight` may be stored: copies of the target's,
   frozen in training (`trainer/base_trainer.py`). SGLang (`models/dspark.py`) skips
   them, and so does this module.
@@ -218,13 +220,30 @@ def _read_heads(raw: Mapping[str, Any], dspark: bool, where: str) -> dict[str, A
             f"markov_rank={rank} is not supported; expected {rank > 0}: a confidence "
             f"head sees the token before where, and only where, there is a Markov head"
         )
-    aligned = _needed if rank and not dspark else _either
-    anchor = aligned(raw, "sample_from_anchor", where)
     return dict(
-        sample_from_anchor=dspark if anchor is None else bool(anchor),
+        sample_from_anchor=_read_alignment(raw, dspark, rank > 0, where),
         markov_rank=rank,
         confidence_head=confidence,
     )
+
+
+def _read_alignment(
+    raw: Mapping[str, Any], dspark: bool, markov: bool, where: str
+) -> bool:
+    """Whether slot 0 drafts, by either of its names."""
+    anchor = _either(raw, "sample_from_anchor", where)
+    bonus = _either(raw, "dspark_bonus_anchor", where)
+    if bonus is not None:
+        if anchor is not None and bool(anchor) == bool(bonus):
+            raise ConfigError(
+                f"{where}: sample_from_anchor={anchor!r} and "
+                f"dspark_bonus_anchor={bonus!r} contradict each other; expected one to "
+                f"be the opposite of the other"
+            )
+        return not bonus
+    if anchor is None and markov and not dspark:
+        _needed(raw, "sample_from_anchor", where)
+    return dspark if anchor is None else bool(anchor)
 
 
 def config_json(cfg: DrafterConfig, dtype: jnp.dtype) -> dict[str, Any]:
@@ -284,6 +303,7 @@ def _heads_json(cfg: DrafterConfig) -> dict[str, Any]:
     That is a number of its training and of no meaning here; 512 is what it trains with.
     """
     return {
+        "dspark_bonus_anchor": not cfg.sample_from_anchor,
         "num_anchors": 512,
         "markov_rank": cfg.markov_rank,
         "markov_head_type": "vanilla",
@@ -327,6 +347,7 @@ def save_drafter(
 ) -> None:
     """Writes a drafter that `load_drafter` and the published runtimes read.
 
+    With heads, some of these need slot 0 to draft; see this module's first lines.
     Without the target's tables: vLLM and SGLang take them from the target. DeepSpec's
     own evaluation wants them in the file.
     """

@@ -253,6 +253,9 @@ def tokenizer_from_hf(directory: str | Path) -> TextTokenizer:
         raise CheckpointError(
             f"{path} is truncated or not a tokenizer: {error}; fetch it again"
         ) from error
+    # What a trainer left in the file: it would cut prompts, or fill them up, unseen.
+    backend.no_truncation()
+    backend.no_padding()
     raw = _optional_json(directory / "tokenizer_config.json")
     roles = ("bos_token", "eos_token", "unk_token", "pad_token")
     special = {

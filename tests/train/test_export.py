@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from dcut_jax.bench.records import NO_TOKEN
+from dcut_jax.config import ConfigError
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.engine.engine import Engine
 from dcut_jax.engine.load import drafter_directory
@@ -22,7 +23,7 @@ from dcut_jax.train.__main__ import main
 from dcut_jax.train.check import PROMPTS, check
 from dcut_jax.train.checkpoints import Checkpoints
 from dcut_jax.train.data import Dataset
-from dcut_jax.train.loop import Trainer
+from dcut_jax.train.loop import Trainer, make_trainer
 from dcut_jax.weights.dflash import load_drafter, save_drafter
 from dcut_jax.weights.errors import CheckpointError
 from dcut_jax.weights.hf import save_hf
@@ -184,6 +185,25 @@ def test_another_target_than_the_runs_is_refused(config, new_run, target, tmp_pa
     message = r"expected the target of .*run, which names '.*target'; with '.*other' no"
     with pytest.raises(CheckpointError, match=message):
         main(["export", new_run(config), str(tmp_path / "drafter"), *other])
+
+
+def test_another_target_of_the_same_shape_is_refused(config, target, tmp_path):
+    cfg, params = target
+    other = tmp_path / "other"
+    save_hf(other, cfg, params | {"norm_E": params["norm_E"] * 2})
+    make_trainer(replace(config, steps=1)).run()
+    with pytest.raises(CheckpointError, match="expected its target target .*und other"):
+        make_trainer(replace(config, steps=1, target=str(other)))
+    run, out = config.out, tmp_path / "drafter"
+    with pytest.raises(CheckpointError, match="expected its target target .*und other"):
+        main(["export", run, str(out), "--target", str(other)])
+    assert not out.exists()
+    assert main(["export", run, str(out)]) == 0
+    with pytest.raises(ConfigError, match="which it was trained for, found other"):
+        check(out, str(other))
+    # A run of a version that did not store it.
+    (Path(run) / "target.json").unlink()
+    assert main(["export", run, str(out), "--target", str(other)]) == 0
 
 
 def test_exported_files_decode_alone(golden, tmp_path, with_text):

@@ -25,6 +25,7 @@ from dcut_jax.train.data import Dataset, DatasetError, DatasetWriter
 from dcut_jax.train.export import describe, versions
 from dcut_jax.train.loop import Trainer, make_trainer, split
 from dcut_jax.train.shortlist import make_shortlist
+from dcut_jax.train.step import init_state
 from dcut_jax.weights.dflash import load_drafter, save_drafter
 from dcut_jax.weights.load import load_target
 
@@ -257,6 +258,64 @@ def test_a_run_starts_from_an_exported_drafter(config, target, tmp_path):
         trainer(replace(begun, layers=2), target)
     with pytest.raises(ConfigError, match=message + "another block"):
         trainer(replace(begun, block=7), target)
+
+
+def test_a_confidence_head_of_another_shape_is_begun_anew(config, tmp_path):
+    judged = {"confidence": 1.0, "features": "online"}
+    first = make_trainer(replace(config, **judged))
+    stored = jax.tree.map(lambda p: p + 0.125, first.state.params)
+    save_drafter(tmp_path / "drafter", first.drafter_cfg, stored, jnp.bfloat16)
+    more = replace(config, **judged, init=str(tmp_path / "drafter"), markov_rank=4)
+    second = make_trainer(more)
+    shapes = jax.tree.map(jnp.shape, second.state.params["confidence"])
+    fresh = jax.tree.map(jnp.shape, init_state(second.drafter_cfg, more).params)
+    assert shapes == fresh["confidence"]
+    np.testing.assert_allclose(
+        second.state.params["norm_E"], first.state.params["norm_E"] + 0.125
+    )
+
+
+def test_where_it_starts_is_not_read_again(config, target, tmp_path):
+    first = trainer(config, target)
+    first.run(stop_after(3))
+    second = trainer(replace(config, init=str(tmp_path / "gone")), target)
+    second.run()
+    assert int(second.state.step) == config.steps
+
+
+def test_a_run_does_not_write_over_a_drafter(config, target):
+    run = trainer(config, target)
+    save_drafter(config.out, run.drafter_cfg, run.state.params, jnp.bfloat16)
+    with pytest.raises(ConfigError, match="is an exported drafter"):
+        run.run()
+    load_drafter(config.out, jnp.float32)
+
+
+def test_a_shortlist_that_some_step_does_not_fit_is_refused_at_the_start(
+    config, target
+):
+    data = Dataset.open(config.data)
+    run = trainer(config, target)
+    most = 0
+    for step in range(config.steps):
+        documents, length = run.order.of_step(step)
+        tokens = np.concatenate([data.document(i).tokens[:length] for i in documents])
+        most = max(most, len({0, *tokens.tolist()}))
+    few = replace(config, shortlist_frequent=0)
+    with pytest.raises(ConfigError, match=rf"shortlist 20: expected at least {most}"):
+        trainer(replace(few, shortlist=20), target)
+    fits = trainer(replace(few, shortlist=most), target)
+    for _ in range(config.steps):
+        fits.step()
+    with pytest.raises(ConfigError, match="at most the vocabulary, 101"):
+        trainer(replace(config, shortlist=102), target)
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0.04), (2, 1.0)])
+def test_the_shortest_runs(config, target, steps, warmup):
+    run = trainer(replace(config, steps=steps, warmup=warmup), target)
+    run.run()
+    assert int(run.state.step) == steps
 
 
 def test_a_manifest_says_only_what_is_known(config, target, tmp_path):

@@ -161,6 +161,9 @@ def test_every_combination_survives(tmp_path, rank, confidence, anchor):
     save_drafter(tmp_path, cfg, params, jnp.float32)
     again_cfg, again = load_drafter(tmp_path, jnp.float32)
     assert again_cfg == cfg
+    if rank or confidence:  # under the name that vLLM reads, too
+        raw = json.loads((tmp_path / "config.json").read_text())
+        assert raw["dspark_bonus_anchor"] is not anchor
     jax.tree.map(np.testing.assert_array_equal, params, again)
 
 
@@ -205,6 +208,11 @@ def test_the_fields_may_sit_in_dflash_config():
     for anchor in (False, True):
         cfg = drafter_config(other | {"sample_from_anchor": anchor}, "x")
         assert (cfg.markov_rank, cfg.sample_from_anchor) == (R, anchor)
+        bonus = {"dspark_bonus_anchor": not anchor}
+        for raw in (other, PUBLISHED):
+            assert drafter_config(raw | bonus, "x").sample_from_anchor == anchor
+        with pytest.raises(ConfigError, match="contradict each other"):
+            drafter_config(other | bonus | {"sample_from_anchor": not anchor}, "x")
 
 
 @pytest.mark.parametrize(

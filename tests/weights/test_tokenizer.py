@@ -166,6 +166,21 @@ def test_a_template_puts_its_own_begin_token(hf_directory):
     assert tokenizer.vocab_size == 8
 
 
+def test_what_a_trainer_left_in_the_file_cuts_no_prompt(hf_directory):
+    path = hf_directory / "tokenizer.json"
+    backend = Tokenizer.from_file(str(path))
+    want = tokenizer_from_hf(hf_directory).encode("hi there hi")
+    for leave in (
+        lambda: backend.enable_truncation(2),
+        lambda: backend.enable_padding(length=9),
+    ):
+        leave()
+        backend.save(str(path))
+        tokenizer = tokenizer_from_hf(hf_directory)
+        assert tokenizer.encode("hi there hi") == want == [1, 6, 7, 6]
+        assert tokenizer.chat(MESSAGES) == [1, 3, 5, 6, 7, 2, 4, 5]
+
+
 def test_a_template_file_comes_first(hf_directory):
     (hf_directory / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
     assert tokenizer_from_hf(hf_directory).render(MESSAGES) == "hi there"
