@@ -20,7 +20,6 @@ from dcut_jax.engine.config import EngineConfig
 from dcut_jax.engine.load import Pair, load_pair
 from dcut_jax.engine.requests import Completion, Halt, Request
 from dcut_jax.modes import (
-    WIDTH,
     Costs,
     Mode,
     add_mode_flags,
@@ -40,7 +39,7 @@ def generate(
     max_new_tokens: int,
     stop: Sequence[int] = (),
     mode: Mode = "dcut",
-    width: int = WIDTH,
+    width: int | None = None,
     max_length: int | None = None,
     cache_dtype: str = "float32",
     kv_memory: int | None = None,
@@ -211,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         max_new_tokens=args.max_new_tokens,
         stop=text.eos_ids,
         mode=args.mode,
-        width=args.width or WIDTH,
+        width=args.width,
         max_length=args.max_length,
         cache_dtype=args.cache_dtype,
         kv_memory=args.kv_memory,

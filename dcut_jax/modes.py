@@ -21,6 +21,7 @@ from dcut_jax.engine.load import (
 )
 from dcut_jax.engine.policy import ArPolicy, DCutPolicy, FixedPolicy, Policy
 from dcut_jax.engine.profile import default_directory
+from dcut_jax.engine.synthetic import SYNTHETIC
 
 Mode = Literal["ar", "fixed", "dcut"]
 MODES: tuple[Mode, ...] = ("ar", "fixed", "dcut")
@@ -35,7 +36,9 @@ def add_mode_flags(parser: argparse.ArgumentParser) -> None:
         "--mode", choices=MODES, help="default: dcut, or ar where there is no drafter"
     )
     parser.add_argument(
-        "--width", type=positive, help=f"drafts, with --mode fixed (default: {WIDTH})"
+        "--width",
+        type=positive,
+        help=f"drafts, with --mode fixed (default: {WIDTH}, or the block's if fewer)",
     )
     parser.add_argument(
         "--cost-dir",
@@ -77,8 +80,10 @@ def settle_mode(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
             )
     elif args.mode != "ar" and not drafts:
         parser.error(f"--mode {args.mode} needs a drafter; name one with --drafter")
-    if args.mode == "ar":
-        args.drafter = NO_DRAFTER  # a command differs from others in its mode alone
+    # A command differs from others in its mode alone. Synthetic drafts come with a
+    # target of their own, which all modes decode.
+    if args.mode == "ar" and not (args.drafter or "").startswith(SYNTHETIC):
+        args.drafter = NO_DRAFTER
     if args.width and args.mode != "fixed":
         parser.error(f"--width belongs to --mode fixed; the mode is {args.mode}")
     if args.cost_dir and args.mode != "dcut":
@@ -99,7 +104,7 @@ def build_engine(
     pair: Pair,
     config: EngineConfig,
     mode: Mode,
-    width: int,
+    width: int | None,
     tokens: Callable[[], Sequence[int]],
     *,
     costs: Costs = "measured",
@@ -111,7 +116,7 @@ def build_engine(
     """An engine that decodes in a mode; measures costs where the mode needs them.
 
     Args:
-      width: drafts, in mode "fixed".
+      width: drafts, in mode "fixed"; None: 7, or as many as a block has.
       tokens: gives real ones, to fill the caches with where costs are measured.
       costs: "roofline" starts at once: where this machine's costs were not measured,
         they are computed from its peak rates, and corrected while decoding.
@@ -128,6 +133,7 @@ def build_engine(
     most = pair.models.drafter.max_drafts if pair.models.drafter else 0
     if mode != "ar" and not most:
         raise ValueError(f"mode {mode!r} needs a drafter; name one, or take mode 'ar'")
+    width = min(WIDTH, most) if width is None else width
     if mode == "fixed" and not 1 <= width <= most:
         raise ValueError(
             f"expected a width of 1 to {most} drafts, which is what this drafter's "
@@ -135,10 +141,14 @@ def build_engine(
         )
     both = {"fairness": fairness, "patience": patience}
     wishes: dict[str, Any] = {k: v for k, v in both.items() if v is not None}
-    if wishes and mode != "dcut":
+    if costs not in COSTS:
+        raise ValueError(f"costs {costs!r} are unknown; choose from {', '.join(COSTS)}")
+    others = {"costs": costs != COSTS[0], "cost_dir": cost_dir is not None}
+    theirs = [*wishes, *(name for name, given in others.items() if given)]
+    if theirs and mode != "dcut":
         raise ValueError(
-            f"{' and '.join(wishes)}: expected mode 'dcut', which weighs requests; "
-            f"found mode {mode!r}"
+            f"{' and '.join(theirs)}: expected mode 'dcut', which plans by them; found "
+            f"mode {mode!r}"
         )
     models = pair.models if mode != "ar" else pair.without_drafter()
     compiler = Compiler(models, config.cache_dtype)

@@ -132,6 +132,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         EngineConfig(batch, args.max_length, cache_dtype=args.cache_dtype)
         for batch in args.batch_sizes
     ]
+    for config in configs:  # before the first is measured
+        config.shapes(pair.models)
     here = pair.here(configs[0])  # the same at every batch size
     path = table_path(args.cost_dir, here)
     table = None if args.fresh else stored(path, here)

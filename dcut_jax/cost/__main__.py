@@ -8,9 +8,11 @@ import jax
 
 from dcut_jax.bench.advise import Asked, advise, layout_count, render
 from dcut_jax.cli import bar, positive, positives, run
+from dcut_jax.config import read_config
 from dcut_jax.cost.devices import find_device, known_devices
 from dcut_jax.cost.roofline import BYTES
-from dcut_jax.cost.shapes import read_drafter, read_shape, usual_drafter
+from dcut_jax.cost.shapes import drafter_shape, read_shape, usual_drafter
+from dcut_jax.weights.dflash import drafter_config
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -71,7 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     jax.config.update("jax_platforms", "cpu")  # what is simulated needs no accelerator
     target = read_shape(args.target)
-    drafter = read_drafter(args.drafter) if args.drafter else usual_drafter(target)
+    drafter = usual_drafter(target)
+    if args.drafter:
+        described = drafter_config(read_config(args.drafter), str(args.drafter))
+        drafter = drafter_shape(described)
     asked = Asked(
         device=find_device(args.kind),
         devices=args.devices,

@@ -143,7 +143,11 @@ def _fit(
     model: Roofline, kind: str, measured: Mapping[tuple[int, ...], Sequence[float]]
 ) -> Fit:
     computed = [_cell_ms(model, kind, key) for key in measured]
-    return fit(computed, [float(np.median(samples)) for samples in measured.values()])
+    found = [float(np.median(samples)) for samples in measured.values()]
+    if kind == "plan" and len(computed) == 1:
+        # One batch size says nothing of the slope, and hardly any of it is arithmetic.
+        return Fit(max(found[0] - computed[0], 0.0), 1.0)
+    return fit(computed, found)
 
 
 def _computed(model: Roofline, wanted: Wanted) -> Cells:

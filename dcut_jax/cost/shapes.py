@@ -3,10 +3,8 @@
 Read from Hugging Face's `config.json`, or from a TOML file with the same names.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dcut_jax.config import (
     ConfigError,
@@ -217,42 +215,6 @@ def read_shape(path: Path) -> ModelShape:
     """
     name = path.name if path.is_dir() else path.stem
     return model_shape(model_config_from_hf(read_config(path), str(path)), name)
-
-
-def read_drafter(path: Path) -> DrafterShape:
-    """Sizes of a DFlash drafter from its `config.json`, see `read_config`."""
-    raw, name = read_config(path), str(path)
-    need = _needed(raw, name)
-    taps = (raw.get("dflash_config") or {}).get("target_layer_ids")
-    if not taps:
-        raise ConfigError(
-            f"{name}: `dflash_config.target_layer_ids` is missing; expected a DFlash "
-            f"drafter's config.json"
-        )
-    embed, heads = need("hidden_size"), need("num_attention_heads")
-    return DrafterShape(
-        layers=need("num_hidden_layers"),
-        embed=embed,
-        heads=heads,
-        kv_heads=int(raw.get("num_key_value_heads") or heads),
-        head_dim=int(raw.get("head_dim") or embed // heads),
-        mlp=need("intermediate_size"),
-        taps=len(taps),
-        block=need("block_size"),
-    )
-
-
-def _needed(raw: Mapping[str, Any], name: str):
-    def need(key: str) -> int:
-        value = raw.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(
-                f"{name}: expected `{key}`, a whole number of at least 1, found "
-                f"{value!r}"
-            )
-        return value
-
-    return need
 
 
 def targets_directory() -> Path:

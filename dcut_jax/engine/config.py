@@ -1,15 +1,16 @@
 """Sizes of an engine, and the shapes of steps that follow from them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
+from dcut_jax.config import ConfigError
 from dcut_jax.decode import steps as S
 from dcut_jax.engine.paging import pages_in
-from dcut_jax.mesh import require_divisible
 from dcut_jax.models.cache import capacity
 from pallas_kernels.backends import Backends, defaults
+from pallas_kernels.budget_topk import fits
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class EngineConfig:
       likeliest: how many of the most likely tokens they hold beside each token; needs
         `logprobs` and `sampling`, and makes every step longer.
       backends: the forms of the kernels; None: the defaults of the device that the
-        parameters are on (`pallas_kernels.backends.DEFAULTS`).
+        parameters are on (`pallas_kernels.backends.DEFAULTS`), and for a batch or a
+        block that is too large for `budget_topk`'s kernel its form in XLA.
       kv_memory: bytes of each device for the pages of keys and values, of target and
         drafter; None: as many as all slots can fill. Beside them, a prompt on its way
         has caches of `max_length` positions, and there may be two: a new one, and one
@@ -88,9 +90,15 @@ class EngineConfig:
             backend that cannot run where the parameters are, or a
             `kv_memory` without room for a page.
         """
-        require_divisible(
-            "the mesh's shards", models.shards, {"batch size": self.slots}
-        )
+        if self.slots % models.shards:
+            raise ConfigError(
+                f"batch size {self.slots}: expected a multiple of {models.shards}, the "
+                f"parts of the mesh that requests are dealt over"
+            )
+        width = models.drafter.max_drafts + 1 if models.drafter else 1
+        backends = self.backends_on(device_of(models))
+        if self.backends is None and not fits(self.slots // models.shards, width - 1):
+            backends = replace(backends, budget_topk="xla")
         travels = models.dealt(rows=True) is not None
         if travels and self.shared_chunks:
             raise ValueError(
@@ -101,11 +109,11 @@ class EngineConfig:
         return S.StepShapes(
             slots=self.slots,
             positions=self.positions,
-            width=models.drafter.max_drafts + 1 if models.drafter else 1,
+            width=width,
             stops=self.max_stops,
             sampling=self.sampling,
             logprobs=self.logprobs + self.likeliest,
-            backends=self.backends_on(device_of(models)),
+            backends=backends,
             shards=models.shards,
             crowds=travels,
             chunks=self.shared_chunks,

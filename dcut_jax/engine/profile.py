@@ -29,11 +29,12 @@ from dcut_jax.decode.pack import Layout
 from dcut_jax.engine.config import EngineConfig, device_of
 from dcut_jax.engine.dispatch import agree
 from dcut_jax.engine.engine import Engine
+from dcut_jax.engine.memory import PROMPTS
 from dcut_jax.engine.paging import dealt_out
 from dcut_jax.engine.policy import ArPolicy, DCutPolicy
 from dcut_jax.engine.requests import Request
 from dcut_jax.engine.slots import Prefilled
-from dcut_jax.models.cache import CHUNK, capacity
+from dcut_jax.models.cache import CHUNK, NO_PAGE, capacity, pages_for
 from dcut_jax.processes import first, text_of_first
 
 ROUNDS = 12
@@ -57,7 +58,10 @@ def fingerprint(
     return Fingerprint(
         device_kind=device.device_kind,
         device_count=placement.mesh.size if placement else 1,
-        host=f"{cpu_model()}, {cores()} cores" if device.platform == "cpu" else "",
+        # Of the process that measures, as is the table.
+        host=text_of_first(f"{cpu_model()}, {cores()} cores")
+        if device.platform == "cpu"
+        else "",
         mesh=placement.described if placement else (),
         strategy=placement.strategy if placement else "single",
         target=target,
@@ -65,7 +69,7 @@ def fingerprint(
         dtype=str(weights["embed_VE"].dtype),
         draft_dtype=str(drafter_weights["fc_CE"].dtype) if drafter_weights else "",
         cache_dtype=config.cache_dtype,
-        positions=config.positions,
+        positions=capacity(config.max_length - 1),
         sampling=config.sampling,
         logprobs=config.logprobs + config.likeliest,
         backends=" ".join(f"{name}={form}" for name, form in forms.items()),
@@ -87,13 +91,18 @@ def code_digest() -> str:
 
 
 def cpu_model() -> str:
-    """The processor's name, where the system tells it."""
+    """The processor's name, where the system tells it; of others its numbers."""
     info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    lines = info.read_text().splitlines() if info.exists() else []
+    pairs = (line.split(":", 1) for line in lines if ":" in line)
+    told: dict[str, str] = {}
+    for key, value in pairs:
+        told.setdefault(key.strip(), value.strip())
+    if "model name" in told:
+        return told["model name"]
+    # Linux on ARM names none.
+    numbers = [told[key] for key in told if key.startswith("CPU ")]
+    return " ".join([platform.processor() or platform.machine(), *numbers])
 
 
 def table_path(directory: Path, here: Fingerprint) -> Path:
@@ -156,7 +165,7 @@ def profile(
     found: dict[str, dict[tuple[int, ...], tuple[float, ...]]] = {
         kind: {} for kind in KEY_PARTS
     }
-    ready = _fill(engine, prompt, config.max_length - 1)
+    ready = _fill(engine, prompt, engine.longest - 1)
 
     def progress(done: int, total: int) -> None:
         if on_progress:
@@ -300,7 +309,10 @@ def _fill(engine: Engine, prompt: Sequence[int], context: int) -> Prefilled:
     engine.reset()
     tokens = np.resize(np.asarray(prompt), context + 7 * engine.config.slots)
     temperature = 1.0 if engine.config.sampling else 0.0
-    stretches = [tokens[7 * i :][:context] for i in range(min(engine.config.slots, 4))]
+    # No more prompts than memory is kept for, see `EngineConfig.kv_memory`.
+    stretches = [
+        tokens[7 * i :][:context] for i in range(min(engine.config.slots, PROMPTS))
+    ]
     distinct = [
         engine.prefill(
             Request(tuple(int(t) for t in some), 1, temperature=temperature, top_p=0.9)
@@ -308,9 +320,14 @@ def _fill(engine: Engine, prompt: Sequence[int], context: int) -> Prefilled:
         for some in stretches
     ]
     table_BN = dealt_out(engine.shapes)
+    # Where a slot's pages are fewer than a text of full length has, they must not be
+    # written twice.
+    unused = pages_for(context)
     for i in range(engine.config.slots):
         ready = distinct[i % len(distinct)]
-        engine.dispatch.insert(i, ready, engine.shapes.positions, table_BN[i])
+        page_N = table_BN[i].copy()
+        page_N[unused:] = NO_PAGE
+        engine.dispatch.insert(i, ready, engine.shapes.positions, page_N)
     table = engine.compiler.table(table_BN)
     engine.state = replace(engine.state, table_BN=table)
     return distinct[0]

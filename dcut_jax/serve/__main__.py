@@ -26,7 +26,7 @@ from dcut_jax.engine.dispatch import PREFILL_CHUNKS
 from dcut_jax.engine.engine import Engine
 from dcut_jax.engine.load import load_pair
 from dcut_jax.engine.memory import kv_budget
-from dcut_jax.modes import WIDTH, add_mode_flags, build_engine, settle_mode
+from dcut_jax.modes import add_mode_flags, build_engine, settle_mode
 from dcut_jax.processes import several
 from dcut_jax.prompts import DEFAULT, load_prompts
 from dcut_jax.serve.lead import Leader, Lost, follow, leave, meet
@@ -210,7 +210,7 @@ def make_engine(args: argparse.Namespace) -> tuple[Target, Engine]:
         pair,
         config,
         args.mode,
-        args.width or WIDTH,
+        args.width,
         lambda: filling(text),
         costs=args.costs,
         cost_dir=args.cost_dir,

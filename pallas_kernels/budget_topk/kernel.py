@@ -62,6 +62,11 @@ def select(
     return Selection(keep_RP[:, : key_KB.shape[1]], found.units_R)
 
 
+def fits(requests: int, drafts: int) -> bool:
+    """Whether the kernel takes a batch of so many requests with so many drafts."""
+    return requests <= MAX_REQUESTS and drafts <= MAX_DRAFTS
+
+
 def check_limits(drafts: int, requests: int, budgets: int) -> None:
     """Raises where the kernel was never meant to work."""
     found = (requests, drafts, budgets)

@@ -110,6 +110,11 @@ def test_other_batch_sizes_that_were_measured_fit_the_roofline():
     for kind in ("draft", "verify"):
         for key, (ms,) in getattr(table, kind).items():
             assert ms == pytest.approx(1 + 2 * getattr(raw, kind)[key][0])
+    # Planning has one cell a batch size, and what it takes is mostly not arithmetic.
+    (then,), (now,) = measured.plan[(4,)], table.plan[(8,)]
+    assert now == pytest.approx(
+        then + raw.plan[(8,)][0] - chosen(slots=4).plan[(4,)][0]
+    )
 
 
 def test_experts_that_were_touched_tell_how_rows_are_routed():

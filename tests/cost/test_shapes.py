@@ -1,6 +1,7 @@
 """Sizes of models: against parameter declarations and public counts."""
 
 import json
+from pathlib import Path
 
 import jax
 import pytest
@@ -12,16 +13,17 @@ from dcut_jax.config import (
     ModelConfig,
     RopeConfig,
     model_config_from_hf,
+    read_config,
 )
 from dcut_jax.cost.shapes import (
     drafter_shape,
     model_shape,
-    read_drafter,
     read_shape,
     targets_directory,
     usual_drafter,
 )
 from dcut_jax.models import dense, drafter
+from dcut_jax.weights.dflash import drafter_config
 
 SIZES = dict(embed=32, mlp=48, heads=4, kv_heads=2, head_dim=8, norm_eps=1e-6)
 ROPE = RopeConfig(1e4)
@@ -144,6 +146,5 @@ def test_a_drafters_config_is_read_and_the_usual_one_is_as_published():
 
 
 def drafter_shape_of_golden():
-    from pathlib import Path
-
-    return read_drafter(Path(__file__).parents[1] / "golden" / "dflash" / "full")
+    path = Path(__file__).parents[1] / "golden" / "dflash" / "full"
+    return drafter_shape(drafter_config(read_config(path), str(path)))

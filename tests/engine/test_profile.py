@@ -168,6 +168,12 @@ class TestSpread:
 
 
 class TestFingerprint:
+    def test_lengths_that_are_profiled_at_other_contexts_are_others(self, pair, here):
+        for length, positions in ((129, 128), (130, 256), (256, 256), (257, 256)):
+            config = dataclasses.replace(CONFIG, max_length=length)
+            there = fingerprint(pair, config, "tiny target", "tiny/drafter")
+            assert there.positions == contexts(config)[-1] == positions
+
     def test_it_says_what_and_where(self, pair, here):
         assert here.target == "tiny target"
         assert here.drafter == "tiny/drafter"
