@@ -15,6 +15,8 @@ from dcut_jax.bench.runner import NEAR_TIE, wrong_arms
 from dcut_jax.cost.table import CostError, CostTable
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.engine import policy
+from dcut_jax.engine.config import EngineConfig
+from dcut_jax.engine.load import load_pair
 from dcut_jax.weights.load import Target
 
 GOLDEN = Path(__file__).parent / "golden" / "dflash"
@@ -347,6 +349,39 @@ class TestGenerate:
     def test_a_width_beyond_the_block(self):
         with pytest.raises(ValueError, match="width of 1 to 7 drafts.*found 8"):
             generate.main([*PAIR, "--mode", "fixed", "--width", "8", "3 1"])
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"costs": "roofline"}, "costs: expected mode 'dcut', .* found mode 'ar'"),
+            ({"cost_dir": Path("x")}, "cost_dir: expected mode 'dcut'"),
+            ({"costs": "rooflin"}, "costs 'rooflin' are unknown; choose from"),
+        ],
+    )
+    def test_what_a_mode_does_not_heed_is_refused(self, options, message):
+        pair = load_pair(str(GOLDEN / "target"), "none", "float32", "float32")
+        with pytest.raises(ValueError, match=message):
+            modes.build_engine(pair, EngineConfig(1, 24), "ar", None, list, **options)
+
+    def test_a_block_shorter_than_the_default_width(self, monkeypatch):
+        monkeypatch.setattr(modes, "WIDTH", 99)
+        pair = load_pair(*PAIR[1::2][:2], "float32", "float32")
+        found = modes.build_engine(pair, EngineConfig(1, 24), "fixed", None, list)
+        assert found.policy == policy.FixedPolicy(7)
+
+    def test_plain_decoding_keeps_the_target_of_synthetic_drafts(self, monkeypatch):
+        asked = []
+
+        def load(target, drafter, *rest):
+            asked.append(drafter)
+            raise ValueError("enough")
+
+        monkeypatch.setattr(generate, "load_pair", load)
+        for drafter in ("synthetic:some.json", "some/drafter"):
+            words = ["--target", "random:some.toml", "--drafter", drafter, "a"]
+            with pytest.raises(ValueError, match="enough"):
+                generate.main([*words, "--mode", "ar"])
+        assert asked == ["synthetic:some.json", "none"]
 
 
 class TestProfile:

@@ -11,7 +11,6 @@ checkpoint in Hugging Face's layout.
 """
 
 import argparse
-import gzip
 import hashlib
 import json
 import time
@@ -23,16 +22,19 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from dcut_jax.cli import positive, run
+from dcut_jax.cli import DTYPES, positive, run
 from dcut_jax.config import ConfigError, ExpertsConfig, ModelConfig
+from dcut_jax.files import write_text
 from dcut_jax.models.params import cast
 from dcut_jax.moefy import distil
 from dcut_jax.moefy.cluster import Batch, make_split
 from dcut_jax.prompts import load_prompts
+from dcut_jax.train.collect import read_responses
 from dcut_jax.weights.hf import save_hf
 from dcut_jax.weights.load import SMOLLM2, Target, load_target
 from dcut_jax.weights.split import cut, even_experts, load_split, save_split
 
+Documents = list[list[int]]
 HELD_OUT = 0.05  # of the documents, by a hash of their prompt
 MEASURED_DOCS = 16
 
@@ -59,18 +61,25 @@ class Recipe:
     dtype: str = "float32"
 
 
-def read_documents(path: Path) -> list[list[int]]:
-    """Prompts with their responses, token ids, one after the other."""
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8") as lines:
-        records = [json.loads(line) for line in lines]
-    return [[*r["prompt"], *r["response"]] for r in records]
+def read_documents(path: Path, target: Target) -> tuple[Documents, Documents]:
+    """Prompts with their responses, token ids, one after the other: two parts of them.
+
+    Returns:
+      Those to fit to, and those that are held out.
+
+    Raises:
+      DatasetError: see `train.collect.read_responses`.
+    """
+    parts: tuple[Documents, Documents] = [], []
+    for r in read_responses(path, target):
+        parts[is_held_out(r["prompt"])].append([*r["prompt"], *r["response"]])
+    return parts
 
 
-def is_held_out(document: Sequence[int]) -> bool:
-    """By a hash of its first tokens, so that it stays so however the data grow."""
-    head = np.asarray(document[:64], np.int32).tobytes()
-    return int.from_bytes(hashlib.sha256(head).digest()[:4]) < HELD_OUT * 2**32
+def is_held_out(prompt: Sequence[int]) -> bool:
+    """By a hash of the prompt, so that it stays so however the data grow."""
+    tokens = np.asarray(prompt, np.int32).tobytes()
+    return int.from_bytes(hashlib.sha256(tokens).digest()[:4]) < HELD_OUT * 2**32
 
 
 def make_batch(documents: Sequence[Sequence[int]], length: int) -> Batch:
@@ -160,9 +169,8 @@ def make(
     target = load_target(source, jnp.float32)
     cfg, params = target.cfg, target.params
     experts = even_experts(cfg, recipe.experts, recipe.active, recipe.shared)
-    documents = read_documents(data)
-    train = [d for d in documents if not is_held_out(d)]
-    tests = {"held out": [d for d in documents if is_held_out(d)][:MEASURED_DOCS]}
+    train, held_out = read_documents(data, target)
+    tests = {"held out": held_out[:MEASURED_DOCS]}
     if target.tokenizer is not None:
         for name in ("gsm8k", "humaneval"):
             chats = [list(p.messages) for p in load_prompts(name, 8)]
@@ -170,17 +178,23 @@ def make(
     measured = {
         name: [
             make_batch(some[i : i + recipe.docs], recipe.length)
-            for i in range(0, len(some) - recipe.docs + 1, recipe.docs)
+            for i in range(0, len(some), recipe.docs)
         ]
         for name, some in tests.items()
+        if some  # of few documents none may be held out
     }
+    if not measured:
+        raise ConfigError(
+            f"{data}: expected documents to measure the split on, found none held out "
+            f"of {len(train)}; give more responses"
+        )
     start = time.perf_counter()
     order = endless(train, recipe)
     if begun is None:
         firsts = [next(order) for _ in range(recipe.fit_batches)]
         split = make_split(params, cfg, experts, firsts, recipe.cluster_batches)
     else:
-        found, split = load_split(begun, cfg)
+        found, split = load_split(begun, cfg, target.identity)
         if found != experts:
             raise ConfigError(f"{begun} has {found}; the flags say {experts}")
     say(stage="begun", seconds=round(time.perf_counter() - start))
@@ -215,7 +229,13 @@ def make(
 def export(source: str, directory: Path, out: Path) -> None:
     """Writes the whole checkpoint, with its tokenizer, in float32."""
     target = load_target(source, jnp.float32)
-    experts, split = load_split(directory, target.cfg)
+    if target.tokenizer is not None and target.tokenizer.prefix:
+        raise ConfigError(
+            f"{target.name}: expected a tokenizer without tokens in front of every "
+            f"text, found {target.tokenizer.prefix}, which this export cannot write; "
+            f"export from the target's Hugging Face directory"
+        )
+    experts, split = load_split(directory, target.cfg, target.identity)
     save_hf(out, *cut(target.cfg, target.params, experts, split))
     if target.tokenizer is not None:
         write_tokenizer(out, target)
@@ -225,10 +245,10 @@ def write_tokenizer(out: Path, target: Target) -> None:
     """The tokenizer of a target, as `load_target` reads it from a directory."""
     text = target.text()
     text.backend.save(str(out / "tokenizer.json"))
-    ends = [text.backend.id_to_token(i) for i in text.eos_ids]
     config = {**text.special, "chat_template": text.template}
-    config |= {"eos_token": ends[0]} if ends else {}
-    (out / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
+    write_text(out / "tokenizer_config.json", json.dumps(config, indent=1) + "\n")
+    ends = {"eos_token_id": list(text.eos_ids)}
+    write_text(out / "generation_config.json", json.dumps(ends, indent=1) + "\n")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -248,7 +268,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             name, positive
         )
         flag = name.replace("_", "-")
-        new.add_argument(f"--{flag}", type=kind, default=value, help=f"default {value}")
+        some = DTYPES if name == "dtype" else None
+        new.add_argument(
+            f"--{flag}", type=kind, choices=some, default=value, help=f"default {value}"
+        )
     whole = commands.add_parser("export", help="write a whole checkpoint of a split")
     whole.add_argument("directory", type=Path)
     whole.add_argument("out", type=Path)

@@ -15,6 +15,7 @@ from dcut_jax.config import (
     model_config_from_hf,
     rope_json,
 )
+from dcut_jax.files import write_text
 from dcut_jax.weights.errors import CheckpointError
 from dcut_jax.weights.json_io import read_json
 from dcut_jax.weights.names import HF, assemble, publish
@@ -130,9 +131,11 @@ def write_checkpoint(
     """Writes `config.json` and one file of weights."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
+    # Never new weights beside an old description.
+    (directory / CONFIG).unlink(missing_ok=True)
     # transformers refuses metadata that names no format.
     write_tensors(directory / WEIGHTS, tensors, metadata={"format": "pt"})
-    (directory / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+    write_text(directory / CONFIG, json.dumps(config, indent=1) + "\n")
 
 
 def save_hf(directory: str | Path, cfg: ModelConfig, params: dict[str, Any]) -> None:

@@ -169,7 +169,7 @@ def _load_smollm2_moe(dtype: DTypeLike) -> Target:
     """SmolLM2 with its neurons in the order of the shipped split."""
     dense = load_target(SMOLLM2, dtype)
     directory = checkpoints_directory() / _SMOLLM2_SPLIT
-    experts, split = load_split(directory, dense.cfg)
+    experts, split = load_split(directory, dense.cfg, dense.identity)
     cfg, params = cut(dense.cfg, dense.params, experts, split)
     return Target(
         cfg=cfg,

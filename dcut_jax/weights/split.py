@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float32, Int32
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from dcut_jax.config import (
     ConfigError,
@@ -24,9 +24,11 @@ from dcut_jax.config import (
     ModelConfig,
     model_config_from_hf,
 )
+from dcut_jax.files import write_text
 from dcut_jax.weights.errors import CheckpointError
 from dcut_jax.weights.hf import CONFIG, hf_config
 from dcut_jax.weights.json_io import read_json
+from dcut_jax.weights.safetensors_io import write_tensors
 
 SPLIT = "split.safetensors"
 
@@ -115,21 +117,32 @@ def save_split(
     """Writes a split; `cfg` is of the result, `about` goes into its `config.json`."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {name: np.ascontiguousarray(v) for name, v in vars(split).items()},
-        directory / SPLIT,
-    )
+    (directory / CONFIG).unlink(missing_ok=True)  # never of another split
+    write_tensors(directory / SPLIT, vars(split))
     config = hf_config(cfg, "float32") | {"split": dict(about)}
-    (directory / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+    write_text(directory / CONFIG, json.dumps(config, indent=1) + "\n")
 
 
-def load_split(directory: Path, dense: ModelConfig) -> tuple[ExpertsConfig, Split]:
+def load_split(
+    directory: Path, dense: ModelConfig, identity: str
+) -> tuple[ExpertsConfig, Split]:
     """Reads what `save_split` wrote, and holds it against the dense target.
+
+    Args:
+      identity: the dense target's; a split of another, in the same shapes, is an order
+        of other neurons. One that does not say whose it is is taken.
 
     Raises:
       CheckpointError: a file is missing or damaged, or is of another target.
     """
-    cfg = model_config_from_hf(read_json(directory / CONFIG), str(directory / CONFIG))
+    raw = read_json(directory / CONFIG)
+    theirs = (raw.get("split") or {}).get("base_identity", identity)
+    if theirs != identity:
+        raise CheckpointError(
+            f"{directory / CONFIG}: expected a split of target {identity}, found one "
+            f"of {theirs}; name the target that it was made of"
+        )
+    cfg = model_config_from_hf(raw, str(directory / CONFIG))
     if cfg.experts is None or replace(cfg, experts=None) != dense:
         raise CheckpointError(
             f"{directory / CONFIG} describes {cfg}; expected experts, and the rest as "

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcut_jax.config import ModelConfig, RopeConfig
+from dcut_jax.config import ConfigError, ModelConfig, RopeConfig
 from dcut_jax.models import dense
 from dcut_jax.models.params import init
 from dcut_jax.moefy import __main__ as command
 from dcut_jax.moefy import distil
 from dcut_jax.moefy.cluster import balanced_groups, make_split
+from dcut_jax.train.data import DatasetError
 from dcut_jax.weights.hf import load_hf, save_hf
 from dcut_jax.weights.split import cut, even_experts, load_split
 
@@ -117,6 +118,21 @@ def test_fitting_brings_it_nearer_to_the_dense_target(params, split, batches):
     assert not np.array_equal(fitted.router_YEQ, split.router_YEQ)
 
 
+def test_responses_of_another_tokenizer_are_refused(tmp_path, params):
+    save_hf(tmp_path / "dense", CFG, params)
+    lines = [{"prompt": [1, 2], "response": [3]}, {"prompt": [1, 99], "response": [3]}]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = ["make", "--target", str(tmp_path / "dense"), "--data", str(data)]
+    words += ["--out", str(tmp_path / "small"), "--experts", "4", "--shared", "8"]
+    words += ["--active", "2"]
+    with pytest.raises(DatasetError, match=r"data.jsonl:2.*found 99"):
+        command.main(words)
+    data.write_text(json.dumps(lines[0]) + "\n")
+    with pytest.raises(ConfigError, match="to measure the split on, found none"):
+        command.main(words)
+
+
 @pytest.mark.slow
 def test_the_command_makes_a_split_and_a_checkpoint(tmp_path, params, capsys):
     save_hf(tmp_path / "dense", CFG, params)
@@ -141,6 +157,7 @@ def test_the_command_makes_a_split_and_a_checkpoint(tmp_path, params, capsys):
 
     command.main(["export", *target, str(tmp_path / "small"), str(tmp_path / "whole")])
     cfg, whole = load_hf(tmp_path / "whole", "float32")
-    want_cfg, want = cut(CFG, params, *load_split(tmp_path / "small", CFG))
+    identity = about["split"]["base_identity"]
+    want_cfg, want = cut(CFG, params, *load_split(tmp_path / "small", CFG, identity))
     assert cfg == want_cfg
     jax.tree.map(np.testing.assert_array_equal, whole, want)

@@ -45,7 +45,7 @@ def logits(cfg, params, token_NS):
 
 def test_with_all_experts_and_its_own_norms_it_is_smollm2(smollm2, tokens):
     directory = checkpoints_directory() / "smollm2-135m-moe"
-    experts, split = load_split(directory, smollm2.cfg)
+    experts, split = load_split(directory, smollm2.cfg, smollm2.identity)
     layers = smollm2.params["layers"]
     split = replace(
         split,

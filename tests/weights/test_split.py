@@ -83,7 +83,7 @@ def test_a_split_and_the_checkpoint_of_it_are_read_back(tmp_path, dense_target):
     split = some_split(cfg, params, experts)
     whole_cfg, whole = cut(cfg, params, experts, split)
     save_split(tmp_path / "small", whole_cfg, split, {"base": "tiny"})
-    got_experts, got = load_split(tmp_path / "small", cfg)
+    got_experts, got = load_split(tmp_path / "small", cfg, "ours")
     assert got_experts == experts
     for name, value in vars(split).items():
         np.testing.assert_array_equal(vars(got)[name], value)
@@ -99,15 +99,26 @@ def test_a_split_that_does_not_fit_is_refused(tmp_path, dense_target):
     split = some_split(cfg, params, experts)
     save_split(tmp_path, cut(cfg, params, experts, split)[0], split, {})
     with pytest.raises(CheckpointError, match="expected experts, and the rest as in"):
-        load_split(tmp_path, replace(cfg, layers=3))
+        load_split(tmp_path, replace(cfg, layers=3), "ours")
     stored = load_file(tmp_path / SPLIT)
     stored["neuron_YF"][0, 0] = stored["neuron_YF"][0, 1]
     save_file(stored, tmp_path / SPLIT)
     with pytest.raises(CheckpointError, match="each layer's neurons once"):
-        load_split(tmp_path, cfg)
+        load_split(tmp_path, cfg, "ours")
     (tmp_path / SPLIT).write_bytes(b"short")
     with pytest.raises(CheckpointError, match="missing or damaged: .*moefy make"):
-        load_split(tmp_path, cfg)
+        load_split(tmp_path, cfg, "ours")
+
+
+def test_a_split_of_another_target_of_the_same_shape_is_refused(tmp_path, dense_target):
+    cfg, params = dense_target
+    experts = even_experts(cfg, 4, 2, 64)
+    split = some_split(cfg, params, experts)
+    about = {"base_identity": "theirs"}
+    save_split(tmp_path, cut(cfg, params, experts, split)[0], split, about)
+    with pytest.raises(CheckpointError, match="split of target ours, found one of the"):
+        load_split(tmp_path, cfg, "ours")
+    assert load_split(tmp_path, cfg, "theirs")[0] == experts
 
 
 def test_experts_must_share_the_neurons_evenly(dense_target):
