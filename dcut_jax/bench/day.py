@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from dcut_jax.bench.records import host
+from dcut_jax.bench.report import require_matplotlib
 from dcut_jax.cli import run
 from dcut_jax.files import write_text
 
@@ -264,12 +266,14 @@ class Day:
 
     Attributes:
       outcomes: of the stages so far.
+      machine: as `records.host` tells.
     """
 
     out: Path
     seconds: float
     environment: Mapping[str, str] = field(default_factory=dict)
     outcomes: list[Outcome] = field(default_factory=list)
+    machine: Mapping[str, object] = field(default_factory=host)  # as it begins
 
     def run(self, plan: Sequence[Stage], say: Callable[[str], None] = print) -> bool:
         """Runs what there is time for; whether all of it came out well."""
@@ -299,6 +303,7 @@ class Day:
         data = {
             "version": VERSION,
             "label": "random weights and synthetic acceptance; times are real",
+            "machine": self.machine,  # the host's; stages name the device
             "stages": [asdict(done) for done in self.outcomes],
         }
         write_text(self.out / "day.json", json.dumps(data, indent=1) + "\n")
@@ -355,6 +360,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return tell_device(args.device)
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
+    require_matplotlib()  # of the stages that draw, before the first of all
     sizes = tiny(out) if args.tiny else full()
     day = Day(out, 60 * args.minutes, environment_of(sizes, out / "compiled"))
     # As when interrupted: the stage that runs is ended, too.

@@ -40,6 +40,7 @@ from dcut_jax.bench.published import (
     fit_step_times,
     load_published,
 )
+from dcut_jax.bench.records import host
 from dcut_jax.bench.regret import RegretCell, cases, regret_cells, regret_table
 from dcut_jax.bench.report import COLUMNS
 from dcut_jax.cli import bar
@@ -222,6 +223,7 @@ class ReplayResult:
     command: str
     date: str
     source: str
+    commit: str  # of the code that it is a function of; "" where none is known
     cells: tuple[ReplayCell, ...]
     fair: tuple[FairCell, ...]
     regret: tuple[RegretCell, ...] = ()
@@ -280,6 +282,7 @@ def replay(
         command=command,
         date=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         source=published.source,
+        commit=str(host()["commit"]) + (" and changes" if host()["dirty"] else ""),
         cells=tuple(cells),
         fair=tuple(fair),
         regret=tuple(regret),

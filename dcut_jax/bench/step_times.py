@@ -9,13 +9,16 @@ each batch size the record is written anew, so that what came before an end is k
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
 import jax
 
+from dcut_jax.bench.records import host
 from dcut_jax.bench.report import GRID, INK, OTHERS, require_matplotlib
 from dcut_jax.cli import DTYPES, bar, positive, positives, run
 from dcut_jax.cost.devices import Device, find_device
@@ -142,22 +145,27 @@ def table(name: str, times: Sequence[StepTime]) -> str:
     """For people."""
     lines = [
         name,
-        f"{'batch':>6}  {'step':9}{'rows':>6}{'ms':>10}{'least':>10}{'x':>7}",
+        f"{'batch':>6}  {'step':9}{'context':>8}{'rows':>6}{'ms':>10}{'least':>10}"
+        f"{'x':>7}",
     ]
-    for t in sorted(times, key=lambda t: (t.batch, t.kind, t.rows)):
+    for t in sorted(times, key=lambda t: (t.batch, t.kind, t.context, t.rows)):
         lines.append(
-            f"{t.batch:6}  {t.kind:9}{t.rows:6}{t.median_ms:10.3f}"
+            f"{t.batch:6}  {t.kind:9}{t.context or '':>8}{t.rows:6}{t.median_ms:10.3f}"
             f"{t.roofline_ms:10.4f}{t.times_roofline:7.1f}"
         )
     return "\n".join(lines)
 
 
 def plot(name: str, times: Sequence[StepTime], path: Path) -> None:
-    """Draws verify times over rows, a line per batch size, and the roofline."""
+    """Draws verify times over rows, a line per batch size, and the roofline.
+
+    At the longest context, where there are several.
+    """
     require_matplotlib()
     from matplotlib.figure import Figure
 
-    verify = [t for t in times if t.kind == "verify"]
+    longest = max((t.context for t in times), default=0)
+    verify = [t for t in times if t.kind == "verify" and t.context == longest]
     figure = Figure(figsize=(11, 5), layout="constrained", facecolor="white")
     figure.suptitle(f"{name}: verification", fontweight="bold", color=INK)
     time_axes, ratio_axes = figure.subplots(1, 2)
@@ -185,10 +193,19 @@ def plot(name: str, times: Sequence[StepTime], path: Path) -> None:
     figure.savefig(path, dpi=160)
 
 
-def record(pair: Pair, device: Device, times: Sequence[StepTime]) -> str:
-    """The record, as JSON."""
+def record(
+    pair: Pair,
+    device: Device,
+    times: Sequence[StepTime],
+    command: str,
+    machine: Mapping[str, object],
+) -> str:
+    """The record, as JSON; `machine` is as `records.host` tells."""
     data = {
+        "command": command,
+        "machine": machine,
         "target": pair.target.name,
+        "drafter": pair.drafter,
         "device": jax.devices()[0].device_kind,
         "rates": asdict(device),
         "jax": jax.__version__,
@@ -224,6 +241,11 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures batch size after batch size."""
     args = parser().parse_args(argv)
+    if not args.no_plot:  # before what takes minutes
+        require_matplotlib()
+    words = sys.argv[1:] if argv is None else argv
+    command = shlex.join(["python", "-m", "dcut_jax.bench.step_times", *words])
+    machine = host()  # now: the commit may be another one in the end
     pair = load_pair(args.target, args.drafter, args.dtype, args.dtype)
     drafter = pair.models.drafter
     if drafter is None:
@@ -252,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 rounds=args.rounds,
                 on_progress=progress,
             )
-        write_text(args.out, record(pair, device, times))
+        write_text(args.out, record(pair, device, times, command, machine))
         if not args.no_plot:
             plot(pair.target.name, times, args.out.with_suffix(".png"))
     print(table(pair.target.name, times))

@@ -147,6 +147,7 @@ def test_tables_say_that_they_are_replayed(short):
         command="",
         date="",
         source=record["source"],
+        commit=record["commit"],
         cells=tuple(
             r.ReplayCell(**{k: v for k, v in cell.items() if k != "error"})
             for cell in record["cells"]
