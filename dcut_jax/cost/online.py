@@ -22,6 +22,8 @@ _SLOWDOWN_RATE = 0.05
 # Beyond this, in standard deviations, a surprise is an accident: something else ran.
 # Unless the next comparison is one as well; then the table is very wrong.
 _ACCIDENT = 3.0
+# Factors are told anew once one has moved by this much, as a log ratio.
+_TELL = 0.005
 
 Work = tuple[str, int, int]  # kind and two sizes, as the engine names its executables
 
@@ -32,6 +34,7 @@ class _Belief:
 
     log: float = 0.0
     variance: float = _TABLE_SPREAD**2
+    told: float = 0.0  # as of the last version
 
 
 @dataclass
@@ -48,7 +51,8 @@ class Correction:
     are and how unsure they still are: a Kalman filter with a variance per piece.
 
     Attributes:
-      version: rises whenever a factor has changed.
+      version: rises once a factor has changed by half a percent: whoever reckons with
+        them need not do so anew at every step.
     """
 
     version: int = 0
@@ -127,4 +131,7 @@ class Correction:
             gain = belief.variance * h / variance
             belief.log = min(max(belief.log + gain * surprise, -_MOST), _MOST)
             belief.variance *= 1 - gain * h
-        self.version += 1
+        if any(abs(belief.log - belief.told) > _TELL for belief in beliefs.values()):
+            self.version += 1
+            for belief in self._beliefs.values():
+                belief.told = belief.log

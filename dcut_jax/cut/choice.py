@@ -31,6 +31,13 @@ class StepCosts(NamedTuple):
             full_M=np.where(self.full_M <= cap_ms, self.full_M, np.inf),
         )
 
+    def verifies(self, m: int) -> bool:
+        """Whether a plan of the `m`-th width can verify a draft.
+
+        Beside a prompt, or under a cap, there may be nothing but the anchors.
+        """
+        return bool(np.isfinite(self.planned_MR[m, int(self.anchors_first) :]).any())
+
     def verifying(self) -> "StepCosts":
         """Without plans that verify nothing, where a width has others."""
         if not self.anchors_first:

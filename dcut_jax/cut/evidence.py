@@ -11,7 +11,8 @@ from dcut_jax.cut.choice import PLAIN, Choice, StepCosts
 # What is known of a width rests on about so many requests' steps, however many requests
 # are in a step: of one request a single step says next to nothing.
 _REQUEST_STEPS = 600
-# Looks at a width that are kept: so many requests' worth, and between these bounds.
+# Looks at a width that count: so many requests' worth of those that run, and between
+# these bounds.
 _LOOK_REQUESTS = 1024
 _FEWEST_LOOKS, _MOST_LOOKS = 20, 256
 # Steps after which a look counts half: in a spell without drafts looks are rare, and
@@ -28,6 +29,9 @@ _MOST_RATE = 0.05
 # accepted count over its mean: drafts of a request are accepted together.
 _PRIOR_ERROR = 0.2
 _DISPERSION = 1.5
+# Accepted drafts that tell as much as the prior. Of exponential weights, about half the
+# sum is as good as independent steps.
+_PRIOR_DRAFTS = 2 * _DISPERSION / _PRIOR_ERROR**2
 
 
 class Promise(NamedTuple):
@@ -36,7 +40,7 @@ class Promise(NamedTuple):
     per_ms: float  # worth per anchor and ms
     ms: float
     risk: float = 0.0  # one standard error of `per_ms`, as a share of it
-    drafts: float = 0.0  # accepted per anchor, of requests as easy as any
+    drafts: float = 0.0  # accepted per anchor, if any is kept, of texts as easy as any
 
     @property
     def safe_per_ms(self) -> float:
@@ -50,12 +54,12 @@ class _Looks:
     Rings of arrays: a step must not pay for a loop over hundreds of looks.
     """
 
-    def __init__(self, kept: int, tiers: int) -> None:
-        self._step_J = np.zeros(kept)
-        self._requests_J = np.ones(kept)
-        self._share_JR = np.zeros((kept, tiers))
-        self._base_J = np.zeros(kept)
-        self._accepted_J = np.zeros(kept)
+    def __init__(self, tiers: int) -> None:
+        self._step_J = np.zeros(_MOST_LOOKS)
+        self._requests_J = np.ones(_MOST_LOOKS)
+        self._share_JR = np.zeros((_MOST_LOOKS, tiers))
+        self._base_J = np.zeros(_MOST_LOOKS)
+        self._accepted_J = np.zeros(_MOST_LOOKS)
         self._taken = 0
 
     def add(
@@ -98,45 +102,45 @@ class _Looks:
     def weight_J(self, requests: int) -> np.ndarray:
         """How much each look counts where there are so many requests; they sum to 1.
 
-        The newest count most, and those that were as crowded.
+        The newest count most, and those that were as crowded; of a large crowd few are
+        enough.
         """
+        kept = np.clip(_LOOK_REQUESTS / requests, _FEWEST_LOOKS, _MOST_LOOKS)
+        age_J = (self._taken - 1 - np.arange(self.count)) % _MOST_LOOKS
         step_J = self._step_J[: self.count]
         crowd_J = np.abs(np.log2(self._requests_J[: self.count] / requests))
         halvings_J = (self._step_J.max() - step_J) / _HALF_LIFE
         halvings_J += _CROWD_HALVINGS * crowd_J
+        halvings_J[age_J >= kept] = np.inf
         weight_J = np.exp2(halvings_J.min() - halvings_J)
         return weight_J / weight_J.sum()
 
 
 @dataclass
 class _Ratio:
-    """Accepted over predicted drafts, both decayed, in requests' steps."""
+    """Accepted over predicted drafts, both decayed, in requests' steps.
+
+    The prior weighs as many drafts as its error says, and fades as evidence comes.
+    """
 
     accepted: float = 0.0
     predicted: float = 0.0
-    requests: float = 0.0
-    prior: float = _REQUEST_STEPS  # weight of the prior, fading as evidence comes
+    prior: float = _PRIOR_DRAFTS
 
     def add(self, requests: float, accepted: float, predicted: float) -> None:
         keep = 1 - min(_MOST_RATE, requests / _REQUEST_STEPS)
         self.accepted = self.accepted * keep + accepted
         self.predicted = self.predicted * keep + predicted
-        self.requests = self.requests * keep + requests
         self.prior *= keep
 
     def value(self, prior: float) -> float:
         """The ratio, shrunk to `prior` while there is little evidence."""
-        if self.predicted <= 0:
-            return prior
-        scale = self.predicted / self.requests * self.prior
-        return (self.accepted + prior * scale) / (self.predicted + scale)
+        return (self.accepted + prior * self.prior) / (self.predicted + self.prior)
 
     @property
     def error(self) -> float:
         """Relative standard error of the ratio."""
-        # Of exponential weights, about half the sum is as good as independent steps.
-        evidence = self.accepted / 2 / _DISPERSION
-        return (_PRIOR_ERROR**-2 + evidence) ** -0.5
+        return _PRIOR_ERROR * (1 + self.accepted / _PRIOR_DRAFTS) ** -0.5
 
 
 class Evidence:
@@ -154,7 +158,6 @@ class Evidence:
         """Nothing is known of these widths, which rise."""
         self._drafting = tuple(drafting)
         self._looks: dict[int, _Looks] = {}
-        self._looks_kept = _MOST_LOOKS
         self._shown: dict[int, float] = {}  # requests' steps looked at
         self._requests = 1  # that promises are for
         self._own: dict[int, _Ratio] = {}
@@ -191,7 +194,7 @@ class Evidence:
             found = self.promises(costs, ease)
             trying_MR = costs.verifying().planned_MR
             for m, width in enumerate(self._drafting):
-                if Choice(width, planned=True) in found:
+                if Choice(width, planned=True) in found and costs.verifies(m):
                     tried = Choice(width, planned=True, tries=True)
                     found[tried] = self._planned(m, trying_MR[m], ease)
             known = costs, ease, found
@@ -200,6 +203,8 @@ class Evidence:
 
     def expected(self, choice: Choice) -> float:
         """Drafts that are accepted of a request as easy as any; 0 where unknown.
+
+        Of a plan: if it keeps any.
 
         Args:
           choice: what `next` has just given.
@@ -225,9 +230,12 @@ class Evidence:
         per_ms_JR = (1 + ease * drafts_JR) / cost_ms_R
         per_ms = float(weight_J @ per_ms_JR.max(axis=1)) * lately
         ms = float(weight_J @ cost_ms_R[per_ms_JR.argmax(axis=1)])
-        # A plan goes by what it sees of its drafts, not by the ease of their texts.
+        # A plan goes by what it sees of its drafts, not by the ease of their texts. One
+        # that keeps none of them shows nothing of any text, so it must not count here.
         tier_J1 = ((1 + drafts_JR) / cost_ms_R).argmax(axis=1)[:, None]
-        drafts = float(weight_J @ np.take_along_axis(drafts_JR, tier_J1, axis=1)[:, 0])
+        drafts_J = np.take_along_axis(drafts_JR, tier_J1, axis=1)[:, 0]
+        keeps = float(weight_J[drafts_J > 0].sum())
+        drafts = float(weight_J @ drafts_J) / keeps if keeps > 0 else 0.0
         return Promise(
             per_ms, ms, self._risk(m, per_ms * ms), (1 + drafts) * lately - 1
         )
@@ -294,15 +302,12 @@ class Evidence:
         """
         if requests <= 0:
             return
-        if not self._looks:
-            kept = int(np.clip(_LOOK_REQUESTS / requests, _FEWEST_LOOKS, _MOST_LOOKS))
-            self._looks_kept = kept
-        self._requests = requests
+        self.crowd(requests)
         share_MR = gain_MR / anchors
         for m, share_R in enumerate(share_MR):
             if not np.isnan(share_R[0]):
                 if m not in self._looks:
-                    self._looks[m] = _Looks(self._looks_kept, share_R.size)
+                    self._looks[m] = _Looks(share_R.size)
                 base, accepted = float(share_MR[0, -1]), full_M[m] / requests
                 self._shown[m] = self._shown.get(m, 0.0) + requests
                 self._looks[m].add(step, requests, share_R, base, accepted)

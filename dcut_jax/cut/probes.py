@@ -60,7 +60,8 @@ class Probes:
 
     def took(self, choice: Choice, step: int, alone: bool) -> None:
         """A step was chosen; `alone`: see `WidthChooser.next`."""
-        if choice.planned or choice == PLAIN:
+        # Beside a prompt a plain step is another piece of work.
+        if choice.planned or choice == PLAIN and alone:
             self._looked[choice.width] = step
         self._plain += alone and choice == PLAIN
 

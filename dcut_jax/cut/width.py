@@ -104,7 +104,7 @@ class WidthChooser:
     def _pick(self, step: int, costs: StepCosts, ease: float, alone: bool) -> Choice:
         for m in range(len(self.drafting) - 1, -1, -1):
             new = self._evidence.shown(m) < FIRST_REQUESTS
-            if new and np.isfinite(costs.planned_MR[m]).any():
+            if new and costs.verifies(m):
                 return Choice(self.drafting[m], planned=True, tries=True)
         promises = self._evidence.lately(costs, ease)
         if 0 not in self.widths:

@@ -262,6 +262,8 @@ class Steering:
     def has_read(self, context: int) -> None:
         """All that was dispatched is done, up to a commit."""
         work, self._work = self._work, []
+        if not self.policy.correct:
+            return
         measured = self._measured.get(context // CHUNK)
         if work == []:
             return  # it was known already

@@ -13,6 +13,14 @@ def after(steps, accepted, expected=0.65):
     return ease
 
 
+def test_a_text_that_turns_hard_is_seen_to():
+    """What it once accepted is forgotten, not outweighed."""
+    turned = after(2000, 1.4)
+    for _ in range(800):
+        turned.add(0.3, 0.65)
+    assert batch_ease([turned]) < 0.7
+
+
 def test_nobody_is_as_easy_as_any():
     assert batch_ease([]) == 1.0
 

@@ -326,6 +326,23 @@ def test_a_width_that_could_not_run_at_first_is_looked_at_once_it_can():
     assert run(chooser, 1, gain_MR, costs) == [look(15)]
 
 
+def test_few_that_run_are_looked_at_as_often_after_a_crowd():
+    """How many looks count is a matter of who runs, not of the first step of all."""
+    gain_MR, costs = world({3: 1.5, 7: 1.0, 15: 1.0})
+    looked = {"anchors": 64.0, "gain_MR": gain_MR * 16, "full_M": gain_MR[:, 1] * 16}
+    evidence = Evidence(WIDTHS)
+    for step in range(3):
+        evidence.look(step, requests=64, **looked)
+    counts = []
+    for step in range(3, 200):
+        few = {"anchors": 1.0, "gain_MR": gain_MR / 4, "full_M": gain_MR[:, 1] / 4}
+        evidence.look(step, requests=1, **few)
+    for requests in (1, 64):
+        weight_J = evidence._looks[0].weight_J(requests)
+        counts.append(int(np.count_nonzero(weight_J > 0)))
+    assert counts == [200, 20]
+
+
 def test_who_asks_what_is_promised_changes_nothing():
     """Of the processes of a mesh one alone shows promises; all must choose alike."""
 
@@ -355,6 +372,58 @@ def test_what_is_expected_is_of_requests_as_easy_as_any(ease):
             found = chooser.expected(Choice(width, planned))
             assert found == pytest.approx(gain_MR[m, 1] / ANCHORS, rel=0.05)
     assert chooser.expected(PLAIN) == 0.0
+
+
+def test_what_is_expected_is_of_plans_that_keep_something():
+    """Others teach nothing of a text, so they must not lower what it is held to."""
+    costs = StepCosts(25.6, np.array([[32.7, 42.9]]), np.array([np.inf]))
+    chooser = WidthChooser((0, 3))
+    accepted = []
+    for step in range(60):
+        chooser.next(costs)
+        gain = 1.0 if step % 2 else 0.1
+        looked = {"gain_MR": np.array([[0.0, gain]]), "full_M": np.array([gain])}
+        chooser.look(requests=1, anchors=1.0, **looked)
+        if (1 + gain) / 42.9 > 1 / 32.7:
+            chooser.outcome(Choice(3, True), requests=1, predicted=gain, accepted=gain)
+            accepted.append(gain)
+    chooser.next(costs)
+    expected = chooser.expected(Choice(3, planned=True))
+    assert expected == pytest.approx(np.mean(accepted), rel=0.02)
+
+
+def test_a_safe_promise_is_soon_below_what_drafts_give():
+    """The lower estimate has to be one: not above what the ratio comes to."""
+    gain_MR, costs = world({3: 1.0, 7: 0.5, 15: 0.5})
+    evidence, honest = Evidence(WIDTHS), 0.7
+    looked = {"requests": 4, "anchors": ANCHORS, "full_M": gain_MR[:, 1]}
+    for step in range(30):
+        evidence.look(step, gain_MR=gain_MR, **looked)
+        predicted = 2.6
+        evidence.outcome(
+            3, requests=4, predicted=predicted, accepted=honest * predicted
+        )
+    promise = evidence.promises(costs)[Choice(3, planned=True)]
+    truth = (1 + honest * gain_MR[0, 1] / ANCHORS) / costs.planned_MR[0, 1]
+    assert promise.safe_per_ms < truth < promise.per_ms
+
+
+def test_what_can_verify_nothing_is_not_tried():
+    """Beside a prompt wide blocks have the tier of anchors alone."""
+    planned_MR = np.array([[2.0, 3.0], [2.5, np.inf]])
+    costs = StepCosts(1.5, planned_MR, np.full(2, np.inf))
+    chooser = WidthChooser((0, 3, 7))
+    gains = {
+        "gain_MR": np.array([[0.0, 9.0], [np.nan] * 2]),
+        "full_M": np.array([9, 0]),
+    }
+    for _ in range(200):
+        choice = chooser.next(costs, alone=False)
+        assert choice.width != 7
+        if choice.planned:
+            chooser.look(requests=16, anchors=16.0, **gains)
+    everywhere = costs._replace(planned_MR=np.array([[2.0, 3.0], [2.5, 4.0]]))
+    assert chooser.next(everywhere) == Choice(7, planned=True, tries=True)
 
 
 def test_plain_decoding_is_tried_again_where_drafts_are_best():
