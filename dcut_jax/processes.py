@@ -47,6 +47,8 @@ def join(
             f"--process-id {process_id}: expected one of 0 to {processes - 1}, for "
             f"--processes {processes}"
         )
+    # It would take SIGTERM for itself, and nobody here asks it.
+    jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         coordinator, processes, process_id, heartbeat_timeout_seconds=HEARTBEAT_S
     )

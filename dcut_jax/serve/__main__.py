@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -274,6 +275,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             leader.end()
             return status
         text = target.text()
+        # Told to end, the first process lets requests finish, and then ends this one.
+        for told in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(told, signal.SIG_IGN)
         with lines[0].makefile() as calls:
             follow(engine, calls, lambda strings: StopStrings(text, strings))
     except BaseException as error:
@@ -291,6 +295,8 @@ def bound(host: str, port: int) -> socket.socket:
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         found.bind((host, port))
+        # Or another could bind it, too, until one of them listens.
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError as error:
         found.close()
         raise OSError(
@@ -349,6 +355,7 @@ def answer(
     http = Draining(config)
 
     async def serve() -> None:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         host, port = listening.getsockname()[:2]
         where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         print(

@@ -245,7 +245,9 @@ class Server:
         return HTMLResponse(html, headers={"Content-Security-Policy": policy})
 
     async def live(self, request: Request) -> Response:
+        failure = self.scheduler.failure
         about = {"model": self.served.name, "keys": bool(self.api_keys)}
+        about["failed"] = None if failure is None else str(failure)
         return JSONResponse(self.scheduler.watch.snapshot | about)
 
     async def metrics(self, request: Request) -> Response:
@@ -418,14 +420,26 @@ class _Counted:
         self.count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        started = False
+
+        def count(status: int) -> None:
+            nonlocal started
+            started = True
+            self.count(getattr(scope.get("route"), "path", "other"), status)
+
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                route = scope.get("route")
-                path = getattr(route, "path", "other")
-                self.count(path, message["status"])
+                count(message["status"])
             await send(message)
 
-        await self.app(scope, receive, counted if scope["type"] == "http" else send)
+        try:
+            await self.app(scope, receive, counted)
+        except Exception:
+            if not started:
+                count(500)  # which whoever is around this will send
+            raise
 
 
 def make_app(server: Server) -> Starlette:

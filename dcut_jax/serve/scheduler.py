@@ -221,6 +221,7 @@ class Scheduler:
         end: End = "broken" if self.failure else "dropped"
         self._deliver([(job, News(end=end)) for job in (*left, *self.running)])
         self.running, self._next, self._begun = [], None, None
+        self.watch.ended()
         self._tell_idle()
 
     def _wait(self) -> bool:
@@ -281,13 +282,14 @@ class Scheduler:
         if self._next is not None and why(self._next):
             gone.append(self._next)
             self._next = self._begun = None
+        # Told before the engine is asked for anything: it may fail then.
+        self._deliver([(job, News(end=why(job))) for job in gone])
         for job in [job for job in self.running if why(job)]:
             assert job.completion is not None, "a running job has one"
             self.engine.cancel(job.completion)
             if job.completion.finish == "cancelled":
                 self.running.remove(job)
-                gone.append(job)
-        self._deliver([(job, News(end=why(job))) for job in gone])
+                self._deliver([(job, News(end=why(job)))])
 
     def _prefill(self) -> Prefill | None:
         """Some chunks of prompts, as many as those who decode may be asked to wait.

@@ -320,7 +320,7 @@ def _check_fields(value: dict[str, Any], schema: Schema, path: str) -> None:
         if name in known:
             check(item, known[name], at)
         elif isinstance(others, Mapping):
-            check(item, others, at)
+            check(item, others, ascii(at)[1:-1])  # a name of the client's own
         else:
             shown = ascii(at)[1:-1][:100]
             raise BadField(

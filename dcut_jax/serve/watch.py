@@ -259,6 +259,13 @@ class Watch:
             }
         )
 
+    def ended(self) -> None:
+        """Nothing runs any more: what is shown must not stay as it was last."""
+        for gauge in (self.queue, self.used, self.rate):
+            gauge.set(0)
+        still = {"used": 0, "waiting": 0, "tokens_per_s": 0.0, "requests": []}
+        self.snapshot = self.snapshot | still | {"draining": True}
+
     def _pages(self) -> dict[str, int]:
         """Pages by what they are; counts what the engine found and put aside since."""
         engine = self.engine

@@ -201,6 +201,8 @@ class TestRefusals:
             (CHAT, {"top_logprobs": 1}, "top_logprobs", "invalid_value"),
             (CHAT, {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", None),
             (CHAT, {"seed": 2**40}, "seed", "invalid_value"),
+            (CHAT, {"metadata": {"\ud800": 1}}, None, "invalid_type"),
+            (CHAT, {"metadata": {"\ud800": "\ud800"}}, None, "invalid_unicode"),
         ],
     )
     def test_a_field_that_cannot_be(self, live, path, body, param, code):
@@ -275,6 +277,7 @@ class TestLooking:
             return {name: float(value) for name, value in lines}
 
         before = read()
+        assert live.post(max_tokens="no").status_code == 400
         live.post(prompt="abab", max_tokens=50, ignore_eos=True, temperature=0)
         live.shown()
         after = read()
@@ -287,6 +290,8 @@ class TestLooking:
         assert got == 50
         assert more("dcut_prompt_tokens_total") == 2
         assert more('dcut_texts_total{end="length"}') == 1
+        answers = 'dcut_http_responses_total{code="%s",path="/v1/completions"}'
+        assert [more(answers % code) for code in (200, 400, 500)] == [1, 1, 0]
         assert after["dcut_slots"] == 3
         assert after["dcut_slots_used"] == after["dcut_queue_length"] == 0
         assert 1 <= after["dcut_mean_accepted_length"] <= 8

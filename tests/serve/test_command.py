@@ -57,6 +57,12 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded(monkeypatch):
             command.main(["--port", str(taken.getsockname()[1])])
 
 
+def test_a_port_is_taken_though_nobody_listens_yet():
+    with command.bound("127.0.0.1", 0) as first:
+        with pytest.raises(OSError, match="another --host or --port"):
+            command.bound("127.0.0.1", first.getsockname()[1])
+
+
 @pytest.mark.parametrize(("most", "chunks"), [(32, (32,)), (128, (32, 128))])
 def test_chunks_are_no_longer_than_asked(most, chunks):
     alone = SimpleNamespace(dealt=lambda *, rows: None)

@@ -379,6 +379,9 @@ def test_an_engine_that_breaks_is_said_to_be_broken(start, monkeypatch, what):
     refused = live.post(max_tokens=9)
     assert refused.status_code == 503
     assert "out of luck" in refused.json()["error"]["message"]
+    shown = live.http.get("/live").json()
+    assert shown["failed"] == "out of luck"
+    assert (shown["used"], shown["waiting"], shown["requests"]) == (0, 0, [])
 
 
 def test_nothing_is_kept_of_a_request_that_has_ended(start):
