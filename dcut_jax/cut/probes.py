@@ -84,7 +84,9 @@ class Probes:
         # Nothing is known of the best if it was never looked at, nor then lost.
         most = promises[best].per_ms
         some = [Choice(w, planned=True, tries=True) for w in self._drafting]
-        others = [c for c in (*some, PLAIN) if c in promises and c[:2] != best[:2]]
+        # Beside a prompt a plain step shows nothing of what it costs alone.
+        some += [PLAIN] if alone else []
+        others = [c for c in some if c in promises and c[:2] != best[:2]]
         parts = max(len(others), len(self._drafting))
         earned_ms = self._share * promises[best].ms / parts
         due: dict[Choice, tuple[float, bool]] = {}
@@ -101,7 +103,7 @@ class Probes:
             longest = self._every * _LONGEST_SPELL
             forced = width in (0, self._drafting[0]) and waited >= longest
             new = width == 0 and self._plain < _FIRST_PLAIN
-            forced |= new and alone and waited >= 2
+            forced |= new and waited >= 2
             # What may be better than plain decoding is tried again once it is known
             # how the last try went, for as long as tries do not lose.
             doubted = best == PLAIN and loss_ms == 0 and width not in self._charged

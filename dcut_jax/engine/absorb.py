@@ -70,7 +70,9 @@ def take(slot: Slot, at: int, outcome: HostOutcome, record: StepRecord) -> None:
     slot.progress.add(count)
     if record.width:
         slot.waited = 0 if verified else slot.waited + 1
-    if record.kept:  # what a plan left out of a request says nothing of it
+    # What a plan left out of a request says nothing of it. And `kept` has the drafts of
+    # requests that a stop string has ended meanwhile, `active` has not.
+    if record.kept and record.teaches:
         share = verified * record.active / record.kept
         slot.ease.add(max(count - 1, 0), record.expected * share)
     done.accepted += accepted

@@ -146,7 +146,7 @@ def read_ask(kind: Kind, body: Any, served: Served) -> Ask:
                 top_k=int(given.get("top_k", 0)),
                 top_p=float(given.get("top_p", 1.0)),
                 min_p=float(given.get("min_p", 0.0)),
-                seed=(seed + i) % 2**31,
+                seed=_wrapped(seed + i),
                 halt=stops,
                 priority=float(given.get("priority", 1.0)),
                 tpot_ms=float(given.get("tpot_ms", math.inf)),
@@ -169,6 +169,11 @@ def read_ask(kind: Kind, body: Any, served: Served) -> Ask:
         wait_s=given.get("deadline_ms", math.inf) / 1e3,
         prompt_tokens=sum(map(len, prompts)),
     )
+
+
+def _wrapped(seed: int) -> int:
+    """The seed itself, where it is one of 32 bits; what lies beyond goes on below."""
+    return (seed + 2**31) % 2**32 - 2**31
 
 
 def _chat(given: Mapping[str, Any], served: Served) -> list[list[int]]:

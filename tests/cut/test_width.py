@@ -26,12 +26,14 @@ def world(per_ms, *, plain=1.0, full=1.02):
     return gain_MR, StepCosts(1 / plain, planned_MR, ms * full)
 
 
-def run(chooser, steps, gain_MR, costs, *, honesty=None, noise=0.0, seed=0):
+def run(
+    chooser, steps, gain_MR, costs, *, honesty=None, noise=0.0, seed=0, alone=True
+):
     """What ran; `honesty`: accepted over predicted drafts, by width."""
     rng = np.random.default_rng(seed)
     ran = []
     for _ in range(steps):
-        choice = chooser.next(costs)
+        choice = chooser.next(costs, alone=alone)
         ran.append(choice)
         if choice == PLAIN:
             continue
@@ -303,6 +305,15 @@ def test_beside_drafts_plain_decoding_is_due_every_eight_steps():
     ran = widths(run(chooser, 800, gain_MR, costs))[400:]
     assert ran.count(3) > 200
     assert np.diff(np.flatnonzero(np.array(ran) == 0)).min() == 8
+
+
+def test_plain_decoding_is_not_tried_beside_prompts():
+    """It would show nothing there, and be due again at the very next step."""
+    chooser = WidthChooser(LADDER)
+    ran = run(chooser, 600, *world({3: 1.5, 7: 0.5, 15: 0.3}), alone=False)
+    assert widths(ran).count(0) == 0
+    alone = run(chooser, 50, *world({3: 1.5, 7: 0.5, 15: 0.3}))
+    assert 1 <= widths(alone).count(0) <= 8
 
 
 def test_easy_requests_get_drafts_where_hard_ones_get_none():

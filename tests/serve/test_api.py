@@ -68,10 +68,11 @@ class TestText:
         usage = live.post(CHAT, temperature=0, ignore_eos=True).json()["usage"]
         assert usage["total_tokens"] == helpers.MAX_LENGTH
 
-    def test_choices_have_seeds_of_their_own(self, live, plain, text):
-        got = live.post(prompt=[[5, 6], [3, 4]], n=2, seed=9, max_tokens=12).json()
+    @pytest.mark.parametrize("seed", [9, -1])
+    def test_choices_have_seeds_of_their_own(self, live, plain, text, seed):
+        got = live.post(prompt=[[5, 6], [3, 4]], n=2, seed=seed, max_tokens=12).json()
         want = [
-            plain(Request(ids, 12, (100,), 1.0, seed=9 + i))
+            plain(Request(ids, 12, (100,), 1.0, seed=seed + i))
             for ids in ((5, 6), (3, 4))
             for i in range(2)
         ]
