@@ -26,9 +26,7 @@ def world(per_ms, *, plain=1.0, full=1.02):
     return gain_MR, StepCosts(1 / plain, planned_MR, ms * full)
 
 
-def run(
-    chooser, steps, gain_MR, costs, *, honesty=None, noise=0.0, seed=0, alone=True
-):
+def run(chooser, steps, gain_MR, costs, *, honesty=None, noise=0.0, seed=0, alone=True):
     """What ran; `honesty`: accepted over predicted drafts, by width."""
     rng = np.random.default_rng(seed)
     ran = []
@@ -358,9 +356,9 @@ def test_who_asks_what_is_promised_changes_nothing():
     """Of the processes of a mesh one alone shows promises; all must choose alike."""
 
     class Asked(WidthChooser):
-        def next(self, costs, ease=1.0):
+        def next(self, costs, ease=1.0, **how):
             self.promises(costs._replace(plain_ms=2 * costs.plain_ms), 2.0)
-            return super().next(costs, ease)
+            return super().next(costs, ease, **how)
 
     made = world({3: 1.02, 7: 0.9, 15: 0.8})
     ran = [
