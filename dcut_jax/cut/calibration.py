@@ -40,6 +40,10 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 _MEMORY_LABELS = 60.0
 _MEMORY_STEPS = 40.0
 
+# Labels before which confidences stand for themselves: fewer say less than a drafter
+# does, which has been trained to know.
+ENOUGH_LABELS = 32
+
 # Log-odds are taken as they are up to here, a confidence of 0.9997, and a quarter of
 # what goes beyond, up to a bound that float32 confidences below 1 do not reach. There a
 # drafter's odds grow faster than the truth's, and one label would move the whole line;
@@ -87,7 +91,7 @@ class Evidence:
     `-1/2 v' I v + r' v`.
 
     Attributes:
-      labels: how many; 0 only before the first.
+      labels: how many.
       info_aa, info_ab, info_bb: the matrix I; `a` stands for shift, `b` for slope.
       pull_a, pull_b: the vector r.
     """
@@ -143,13 +147,14 @@ def calibrate(cal: Calibration, logp_BK: Float[Array, "B K"]) -> Float32[Array, 
         the result is finite.
 
     Returns:
-      `logp_BK` itself, bit for bit, until there has been a label at any position.
+      `logp_BK` itself, bit for bit, until there have been `ENOUGH_LABELS`, at whatever
+      positions.
       Within a position the order of confidences is kept.
     """
     own = cal.own_line
     log_odds_BK = own.shift[None] + own.slope[None] * odds(logp_BK)
     learned_BK = jax.nn.log_sigmoid(log_odds_BK)
-    untaught = cal.pooled.labels == 0
+    untaught = cal.pooled.labels < ENOUGH_LABELS
     return jnp.where(untaught, logp_BK.astype(jnp.float32), learned_BK)
 
 

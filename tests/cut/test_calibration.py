@@ -115,8 +115,8 @@ class TestByHand:
         np.testing.assert_allclose(cal.own_line.shift, [own], rtol=1e-6)
         # At odds of 0 nothing is learned of the slope.
         np.testing.assert_allclose(cal.own_line.slope, [1], rtol=1e-6)
-        got = calibrate_jit(cal, logs([[0.5]]))
-        np.testing.assert_allclose(got, [[np.log(sigmoid(own))]], rtol=1e-6)
+        # One says too little to be heeded.
+        np.testing.assert_array_equal(calibrate_jit(cal, logs([[0.5]])), logs([[0.5]]))
 
     def test_a_label_is_where_the_draft_was_verified_and_reached(self):
         cal = learn_jit(
@@ -230,6 +230,16 @@ class TestWhatStays:
             assert got_BK.dtype == np.float32
             np.testing.assert_array_equal(got_BK.view(np.int32), logp_BK.view(np.int32))
 
+    def test_confidences_themselves_until_there_are_enough_labels(self):
+        logp_BK = logs(np.full((calibration.ENOUGH_LABELS - 1, 2), 0.7))
+        ones_B = np.ones(len(logp_BK), np.int32)
+        few = learn_jit(identity(2), logp_BK, ones_B, 0 * ones_B)
+        np.testing.assert_array_equal(calibrate_jit(few, logp_BK), logp_BK)
+        more = identity(2)
+        for _ in range(2):
+            more = learn_jit(more, logp_BK, ones_B, 0 * ones_B)
+        assert (calibrate_jit(more, logp_BK)[:, 0] < logp_BK[:, 0] - 0.5).all()
+
     def test_everything_in_a_step_without_labels(self):
         world = World(batch=8, seed=6).run(OVERCONFIDENT, 20)
         logp_BK, _, _ = world.step(OVERCONFIDENT)
@@ -307,7 +317,7 @@ class TestOddInputs:
         np.testing.assert_array_equal(np.isnan(got_BK), np.isnan(logp_BK))
         known_BK = ~np.isnan(got_BK)
         assert (got_BK[known_BK] <= 0).all()
-        if cal.pooled.labels > 0:
+        if cal.pooled.labels >= calibration.ENOUGH_LABELS:
             assert np.isfinite(got_BK[known_BK]).all()
 
     @pytest.mark.parametrize("confidence", [0.0, 1e-4, 0.5, 0.9999, 1.0])
