@@ -82,7 +82,9 @@ def browser(tmp_path):
         process.terminate()
 
 
-def test_a_person_can_read_whether_it_helps_and_how_tokens_came(start, browser):
+def test_a_person_can_read_whether_it_helps_and_how_tokens_came(
+    start, browser, tmp_path
+):
     live = start()
     browser.do("url", url=live.url)
     browser.until("return document.getElementById('model').textContent === 'tiny'")
@@ -108,5 +110,6 @@ def test_a_person_can_read_whether_it_helps_and_how_tokens_came(start, browser):
     assert browser.run("return document.querySelectorAll('#survival rect').length") == 7
     log = browser.do("se/log", type="browser")
     assert not [entry for entry in log if entry["level"] == "SEVERE"], log
-    if folder := os.environ.get("SCREENSHOTS"):
-        browser.screenshot(Path(folder) / "page.png")
+    picture = Path(os.environ.get("SCREENSHOTS", tmp_path)) / "page.png"
+    browser.screenshot(picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
