@@ -40,9 +40,9 @@ class Probes:
     be lost again and again. A width that promises more than plain decoding but not
     safely is tried at once, and for as long as its budget covers what it loses. Plain
     decoding is tried more often (8 steps), unless it is further behind than costs may
-    err, and at first in every second step, four times, but not beside a prompt. Only it and
-    the narrowest are never left out for longer than eight times `every` steps, whatever
-    that costs.
+    err, and at first in every second step, four times, but not beside a prompt. Only
+    it and the narrowest are never left out for longer than eight times `every` steps,
+    whatever that costs.
 
     Args:
       drafting: the widths that draft, rising.
