@@ -41,6 +41,12 @@ def sigmoid(x):
     return 1 / (1 + np.exp(-x))
 
 
+def heeded(cal):
+    """With the same lines, as if enough labels had taught them."""
+    labels = jnp.maximum(cal.pooled.labels, calibration.ENOUGH_LABELS)
+    return cal.replace(pooled=cal.pooled.replace(labels=labels))
+
+
 def line(shift, shift_step, slope):
     """A planted truth: a line for each of K positions."""
     return shift + shift_step * np.arange(K), np.full(K, slope)
@@ -117,6 +123,8 @@ class TestByHand:
         np.testing.assert_allclose(cal.own_line.slope, [1], rtol=1e-6)
         # One says too little to be heeded.
         np.testing.assert_array_equal(calibrate_jit(cal, logs([[0.5]])), logs([[0.5]]))
+        got = calibrate_jit(heeded(cal), logs([[0.5]]))
+        np.testing.assert_allclose(got, [[np.log(sigmoid(own))]], rtol=1e-6)
 
     def test_a_label_is_where_the_draft_was_verified_and_reached(self):
         cal = learn_jit(
@@ -317,8 +325,9 @@ class TestOddInputs:
         np.testing.assert_array_equal(np.isnan(got_BK), np.isnan(logp_BK))
         known_BK = ~np.isnan(got_BK)
         assert (got_BK[known_BK] <= 0).all()
-        if cal.pooled.labels >= calibration.ENOUGH_LABELS:
-            assert np.isfinite(got_BK[known_BK]).all()
+        if cal.pooled.labels > 0:
+            learned_BK = np.asarray(calibrate_jit(heeded(cal), logp_BK))
+            assert np.isfinite(learned_BK[known_BK]).all()
 
     @pytest.mark.parametrize("confidence", [0.0, 1e-4, 0.5, 0.9999, 1.0])
     @pytest.mark.parametrize("accepted", [0, K])
