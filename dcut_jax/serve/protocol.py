@@ -172,7 +172,7 @@ def read_ask(kind: Kind, body: Any, served: Served) -> Ask:
 
 
 def _wrapped(seed: int) -> int:
-    """The seed itself, where it is one of 32 bits; what lies beyond goes on below."""
+    """The seed where it fits into 32 bits; past the largest comes the least."""
     return (seed + 2**31) % 2**32 - 2**31
 
 
