@@ -131,7 +131,7 @@ def test_texts_that_turn_easy_are_drafted_for_again():
 
 def test_what_is_tried_verifies_a_draft():
     b = batch(acceptance=HOPELESS, calibrates=True)
-    steps = [b.step() for _ in range(600)]
+    steps = [b.step() for _ in range(900)]
     looks = [s for s in steps if s.choice.planned]
     assert len(looks) > 5
     assert all(s.keep_B.sum() > 0 for s in looks)

@@ -355,7 +355,8 @@ def run_rounds(
                                 tokens_per_request=tokens,
                             )
                             for arm in some
-                        ]
+                        ],
+                        seed=round,
                     )
                 if peer is not None:
                     update(len(cells), f"{label}, {PEER}")

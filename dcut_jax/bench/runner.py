@@ -1,6 +1,7 @@
 """Runs the arms of a bench side by side and checks every text against AR's."""
 
 import os
+import random
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -137,15 +138,18 @@ class Arm:
 Turns = Generator[float, None, Cell]
 
 
-def take_turns(cells: Sequence[Turns]) -> list[Cell]:
+def take_turns(cells: Sequence[Turns], seed: int = 0) -> list[Cell]:
     """Runs cells side by side, a step at a time, always the one furthest behind.
 
-    So a slow spell of the machine, of seconds or of minutes, falls on all of them.
+    So a slow spell of the machine, of seconds or of minutes, falls on all of them. Of
+    several as far behind a draw decides: a step leaves caches cold for the next, so
+    nobody may always come after the arm with the largest steps.
     """
+    rng = random.Random(seed)
     share = dict.fromkeys(range(len(cells)), 0.0)
     done: dict[int, Cell] = {}
     while share:
-        behind = min(share, key=lambda i: share[i])
+        behind = min(share, key=lambda i: (share[i], rng.random()))
         try:
             share[behind] = next(cells[behind])
         except StopIteration as end:

@@ -8,8 +8,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 # How alike requests are: one over the variance of what they accept, over the mean.
 # Greedy SmolLM2 on GSM8K accepts between 0.2 and 1.4 drafts a step, 0.65 on average.
 _ALIKE = 2.8
@@ -52,9 +50,13 @@ def batch_ease(running: Sequence[Ease]) -> float:
     """
     if not running:
         return 1.0
-    sums_B2 = np.array([(ease.accepted, ease.expected) for ease in running])
-    accepted_B, expected_B = _ALIKE + sums_B2.T / _DISPERSION
-    mean_B = accepted_B / expected_B
-    variance = float(np.mean(mean_B / expected_B)) / len(running)  # of the mean
-    ease = float(mean_B.mean()) + _CURIOSITY * variance / len(running)
+    # Every step asks, mostly for a few: a loop of Python's is quicker than NumPy's calls.
+    mean = variance = 0.0
+    for one in running:
+        expected = _ALIKE + one.expected / _DISPERSION
+        ratio = (_ALIKE + one.accepted / _DISPERSION) / expected
+        mean += ratio
+        variance += ratio / expected
+    mean, variance = mean / len(running), variance / len(running) ** 2  # of the mean
+    ease = mean + _CURIOSITY * variance / len(running)
     return math.exp(round(math.log(ease) / _STEP) * _STEP)

@@ -61,6 +61,7 @@ class _Looks:
         self._base_J = np.zeros(_MOST_LOOKS)
         self._accepted_J = np.zeros(_MOST_LOOKS)
         self._taken = 0
+        self._known: tuple[int, np.ndarray] | None = None  # `weight_J`
 
     def add(
         self,
@@ -82,6 +83,7 @@ class _Looks:
         self._share_JR[at] = share_R
         self._base_J[at], self._accepted_J[at] = base, accepted
         self._taken += 1
+        self._known = None
 
     @property
     def count(self) -> int:
@@ -103,8 +105,10 @@ class _Looks:
         """How much each look counts where there are so many requests; they sum to 1.
 
         The newest count most, and those that were as crowded; of a large crowd few are
-        enough.
+        enough. Known until the next look, for a step asks for every promise.
         """
+        if self._known is not None and self._known[0] == requests:
+            return self._known[1]
         kept = np.clip(_LOOK_REQUESTS / requests, _FEWEST_LOOKS, _MOST_LOOKS)
         age_J = (self._taken - 1 - np.arange(self.count)) % _MOST_LOOKS
         step_J = self._step_J[: self.count]
@@ -113,7 +117,9 @@ class _Looks:
         halvings_J += _CROWD_HALVINGS * crowd_J
         halvings_J[age_J >= kept] = np.inf
         weight_J = np.exp2(halvings_J.min() - halvings_J)
-        return weight_J / weight_J.sum()
+        weight_J /= weight_J.sum()
+        self._known = requests, weight_J
+        return weight_J
 
 
 @dataclass

@@ -8,8 +8,9 @@ from dcut_jax.cut.choice import PLAIN, Choice, StepCosts
 from dcut_jax.cut.evidence import Evidence, Promise
 from dcut_jax.cut.probes import Probes
 
-# The widest that can run is looked at first, in so many requests' steps.
-FIRST_REQUESTS = 16
+# The widest that can run is looked at first, in so many requests' steps. Fewer would
+# lose less where drafts do not pay, and be misled by the start of a text.
+FIRST_REQUESTS = 8
 
 
 @dataclass

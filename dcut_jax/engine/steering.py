@@ -1,5 +1,6 @@
 """The host's side of D-Cut: what earlier steps taught, and what the next is to be."""
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -127,7 +128,7 @@ class Steering:
             end = (page + 1) * CHUNK  # attention reads whole pages
             self._measured[page] = self.policy.measured(self.shapes, end)
         correction = self.correction
-        if np.isfinite(cap_ms):
+        if math.isfinite(cap_ms):
             # In steps of a fiftieth, or there would be other costs at every step.
             cap_ms = max(cap_ms / self._slowdown, SHORTEST_MS)
             cap_ms = 1.02 ** np.floor(np.log(cap_ms) / LOG_STEP)

@@ -225,11 +225,11 @@ class TestDeadline:
             return 7.9 if lay.rows <= 24 else 8.12
 
         requests = [Request(p, 40) for p in (*EASY, EASY[0])]
-        free = build(verify_ms)
+        free = build(verify_ms, widths=(7,))
         free.generate(requests)
         assert max(r.rows for r in free.records) == 32
         requests[1] = replace(requests[1], tpot_ms=8.1)
-        tight = build(verify_ms)
+        tight = build(verify_ms, widths=(7,))
         tight.generate(requests)
         assert max(r.rows for r in tight.records) <= 24
 
@@ -243,7 +243,11 @@ class TestDeadline:
     def test_a_slow_machine_has_less_time(self, build, monkeypatch, slowdown, widest):
         monkeypatch.setattr(Correction, "slowdown", slowdown)
         monkeypatch.setattr(Correction, "observe", lambda self, work, ms: None)
-        engine = build(lambda lay: 7.9 if lay.rows <= 24 else 8.12, correct=True)
+
+        def verify_ms(lay):
+            return 7.9 if lay.rows <= 24 else 8.12
+
+        engine = build(verify_ms, widths=(7,), correct=True)
         engine.generate([Request(p, 40, tpot_ms=10.0) for p in (*EASY, EASY[0])])
         assert max(r.rows for r in engine.records) == widest
 
