@@ -50,7 +50,7 @@ def batch_ease(running: Sequence[Ease]) -> float:
     """
     if not running:
         return 1.0
-    # Every step asks, mostly for a few: a loop of Python's is quicker than NumPy's calls.
+    # Every step asks, mostly for a few: a loop is quicker here than calls of NumPy.
     mean = variance = 0.0
     for one in running:
         expected = _ALIKE + one.expected / _DISPERSION
