@@ -37,8 +37,11 @@ class Layout:
 
 
 def layout(slots: int, rows: int, width: int) -> Layout:
-    """The cheapest grouping for a tier of `rows` rows, at most `width` a request."""
-    width = min(width, rows - slots + 1)
+    """The cheapest grouping for a tier of `rows` rows, at most `width` a request.
+
+    With fewer rows than slots as many slots may be in use, each with its anchor.
+    """
+    width = max(min(width, rows - slots + 1), 1)
 
     def overflow(group: int) -> int:
         return 0 if group >= width else (rows - slots) // group

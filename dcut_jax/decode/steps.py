@@ -309,7 +309,7 @@ def settle(
 
 def defers(models: Models, rows: int, slots: int) -> bool:
     """Whether a step leaves the drafter's context to a later one: the anchors alone."""
-    return models.drafter is not None and rows == slots
+    return models.drafter is not None and rows <= slots
 
 
 class Chosen(NamedTuple):
@@ -624,6 +624,7 @@ class StepShapes:
       crowds: whether rows travel to experts, and so may be too many for one device.
       pages: of the caches, of all shards; 0 stands for as many as all slots can fill.
       chunks: of a prompt, in rows, that a step can take along, in ascending order.
+      fewer: rows of plain steps of a shard where fewer run than it has slots, rising.
     """
 
     slots: int
@@ -637,6 +638,7 @@ class StepShapes:
     crowds: bool = False
     pages: int = 0
     chunks: tuple[int, ...] = ()
+    fewer: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.pages:
@@ -669,9 +671,21 @@ class StepShapes:
         return COUNTS + self.wire_width * per_token + self.crowds
 
 
-def anchors_only(shapes: StepShapes) -> Layout:
-    """Plain autoregressive decoding."""
-    return layout(shapes.own_slots, shapes.own_slots, 1)
+def anchors_only(shapes: StepShapes, running: int | None = None) -> Layout:
+    """Plain autoregressive decoding.
+
+    Args:
+      running: slots in use, of the shard that has most; None: all may be.
+    """
+    enough = [r for r in shapes.fewer if running is not None and r >= running]
+    return layout(shapes.own_slots, min(enough, default=shapes.own_slots), 1)
+
+
+def plain_layouts(shapes: StepShapes) -> list[Layout]:
+    """All that `anchors_only` gives."""
+    return [anchors_only(shapes, rows) for rows in shapes.fewer] + [
+        anchors_only(shapes)
+    ]
 
 
 def everything(shapes: StepShapes, width: int) -> Layout:

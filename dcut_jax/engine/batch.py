@@ -28,6 +28,7 @@ class Batch:
 
     def __init__(self, shapes: StepShapes, prefix_cache: bool) -> None:
         self._width = shapes.width
+        self._own_slots, self._shards = shapes.own_slots, shapes.shards
         self.slots: list[Slot | None] = [None] * shapes.slots
         self.aside: list[Slot] = []
         self.returning: tuple[Slot, Prefill] | None = None
@@ -40,6 +41,14 @@ class Batch:
     def active(self) -> int:
         """Slots in use."""
         return len(self._used)
+
+    @property
+    def fullest(self) -> int:
+        """Slots in use, of the shard that has most."""
+        own = self._own_slots
+        return max(
+            sum(at // own == k for at in self._used) for k in range(self._shards)
+        )
 
     @property
     def running(self) -> int:

@@ -38,6 +38,8 @@ class EngineConfig:
       shared_chunks: rows of chunks of prompts that `Engine.step` can take along, in the
         same pass of the target; (): none. Each is an executable more for every tier
         that it may go along with.
+      fewer: rows that plain steps have where no more requests run; (): as many as there
+        are slots, always. Each is an executable more.
     """
 
     slots: int
@@ -51,6 +53,7 @@ class EngineConfig:
     kv_memory: int | None = None
     prefix_cache: bool = True
     shared_chunks: tuple[int, ...] = ()
+    fewer: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.slots < 1:
@@ -74,6 +77,12 @@ class EngineConfig:
             raise ValueError(
                 f"shared_chunks must be row counts above 0 in ascending order; found "
                 f"{chunks}"
+            )
+        few = self.fewer
+        if list(few) != sorted(set(few)) or not all(0 < r < self.slots for r in few):
+            raise ValueError(
+                f"fewer must be row counts above 0 and below the {self.slots} slots, in "
+                f"ascending order; found {few}"
             )
 
     @property
@@ -117,6 +126,7 @@ class EngineConfig:
             shards=models.shards,
             crowds=travels,
             chunks=self.shared_chunks,
+            fewer=tuple(r for r in self.fewer if r < self.slots // models.shards),
             pages=0
             if self.kv_memory is None
             else pages_in(models, self.cache_dtype, self.kv_memory),

@@ -360,7 +360,7 @@ class Engine:
         match self.policy:
             case ArPolicy():
                 self._make_room(1)
-                lay = S.anchors_only(self.shapes)
+                lay = self._anchors(chunk)
                 self._verify(lay, self._no_drafts, 0, clock, chunk)
                 self._read(clock)
             case FixedPolicy(width=width):
@@ -389,7 +389,8 @@ class Engine:
         beside = chunk.rows if chunk else 0
         batch, device = self.batch, self.dispatch
         running = [slot.ease for slot in batch.inside]
-        choice = steering.choose(running, batch.context, batch.cap_ms, beside)
+        at = batch.fullest, batch.context, batch.cap_ms
+        choice = steering.choose(running, *at, beside)
         if not choice.planned:
             self._read(clock)  # the one read of this step
             if self.active:
@@ -425,12 +426,17 @@ class Engine:
     ) -> None:
         """Plain decoding, or all of `width` drafts."""
         token_BK = self._no_drafts
-        lay = S.anchors_only(self.shapes)
+        lay = self._anchors(chunk)
         if width:
             token_BK = self.dispatch.draft(width, clock).token_BK
             lay = S.everything(self.shapes, width)
         steering.verifies(lay, chunk.rows if chunk else 0)
         self._verify(lay, token_BK, width, clock, chunk)
+
+    def _anchors(self, chunk: Chunk | None) -> Layout:
+        """Of a plain step: for those who run, but beside a prompt for every slot."""
+        # Who has ended on the device and was not read yet is among them.
+        return S.anchors_only(self.shapes, None if chunk else self.batch.fullest)
 
     @property
     def unread(self) -> bool:

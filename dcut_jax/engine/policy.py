@@ -16,7 +16,12 @@ from dcut_jax.cut.width import WidthChooser
 from dcut_jax.decode.decide import PlanKey
 from dcut_jax.decode.defer import CATCH_UPS, ROOM
 from dcut_jax.decode.pack import Layout, layout, tier_rows
-from dcut_jax.decode.steps import StepShapes, anchors_only, everything
+from dcut_jax.decode.steps import (
+    StepShapes,
+    anchors_only,
+    everything,
+    plain_layouts,
+)
 
 # Rows per request of the default tiers: about geometric, and holding the full widths of
 # 3, 7 and 15 drafts and the quarters of a block of 16.
@@ -37,11 +42,11 @@ class ArPolicy:
         return ()
 
     def layouts(self, shapes: StepShapes) -> list[Layout]:
-        return [anchors_only(shapes)]
+        return plain_layouts(shapes)
 
     def shared(self, shapes: StepShapes) -> list[Layout]:
         """Layouts that a chunk of a prompt may go along with."""
-        return self.layouts(shapes)
+        return [anchors_only(shapes)]
 
 
 @dataclass(frozen=True)
@@ -234,12 +239,13 @@ class DCutPolicy:
         return layout(shapes.own_slots, rows, width + 1)
 
     def layouts(self, shapes: StepShapes) -> list[Layout]:
-        """Every executable that a plan can ask for."""
+        """Every executable that a step can ask for."""
         wanted = {
             self.layout(shapes, width, rows)
             for width in self.ladder(shapes)
             for rows in self.offered(shapes, width)
         }
+        wanted.update(plain_layouts(shapes) if self.plain else [])
         return sorted(wanted, key=lambda lay: (lay.rows, lay.width))
 
     def shared(self, shapes: StepShapes) -> list[Layout]:
@@ -267,9 +273,7 @@ class DCutPolicy:
             found[catch_up_work(steps)] = table.catch_up_ms(B, steps)
         for width in self.ladder(shapes):
             found[draft_work(width)] = table.draft_ms(B, width, context)
-        layouts = [*self.layouts(shapes), *self.shared(shapes)]
-        layouts += [anchors_only(shapes)] * self.plain
-        for lay in layouts:
+        for lay in (*self.layouts(shapes), *self.shared(shapes)):
             ms = table.verify_ms(B, lay.rows, lay.width, context)
             found[verify_work(lay)] = ms
         for lay in self.shared(shapes):
@@ -299,11 +303,19 @@ class DCutPolicy:
             found[alone] = max(ms[share_work(lay, chunk)] - own, ms[alone])
         return found, own
 
-    def costs(self, shapes: StepShapes, ms: Mapping[Work, float]) -> StepCosts:
+    def costs(
+        self,
+        shapes: StepShapes,
+        ms: Mapping[Work, float],
+        running: int | None = None,
+    ) -> StepCosts:
         """What steps cost, from what their work does.
 
         Infinite where a width is not offered a tier, which no plan then takes. A tier
         that costs more than a wider one loses to it: the wider one can only gain more.
+
+        Args:
+          running: see `anchors_only`.
         """
         ladder, tiers = self.ladder(shapes), self.tiers(shapes)
         # Their drafter context comes later, and is theirs to pay for: after a planned
@@ -324,7 +336,8 @@ class DCutPolicy:
                 full_M[m] = draft + ms[verify_work(everything(shapes, width))]
         plain = np.inf
         if self.plain:
-            plain = ms[verify_work(anchors)] + ms[catch_up_work(ROOM)] / ROOM
+            alone = anchors_only(shapes, running)
+            plain = ms[verify_work(alone)] + ms[catch_up_work(ROOM)] / ROOM
         return StepCosts(plain, planned_MR, full_M, self.ratios is None)
 
     def covered(self, shapes: StepShapes) -> bool:

@@ -26,6 +26,7 @@ from dcut_jax.decode.compile import Compiler
 from dcut_jax.decode.decide import Situation, init_memory
 from dcut_jax.decode.defer import CATCH_UPS
 from dcut_jax.decode.pack import Layout
+from dcut_jax.decode.state import DecodeState
 from dcut_jax.engine.config import EngineConfig, device_of
 from dcut_jax.engine.dispatch import agree
 from dcut_jax.engine.engine import Engine
@@ -223,11 +224,13 @@ def _steps(
 
     def verify_step(lay: Layout, context: int) -> Callable[[], object]:
         run, write = exe.verify(shapes, lay), exe.commit(shapes, lay.rows)
-        keep_B = _spread(logp_BK, lay)
+        keep_B, those = _spread(logp_BK, lay), states[context]
+        if lay.rows < lay.slots:
+            those = replace(those, **_first_of_shards(those, lay))
 
         def step() -> object:
             wire, _, fresh = run(
-                params, engine.caches.target, states[context], proposal.token_BK, keep_B
+                params, engine.caches.target, those, proposal.token_BK, keep_B
             )
             # Each time over the same positions: this context does not grow. It may
             # lie within a longer one, whose text is then spoilt but still of real rows.
@@ -301,6 +304,15 @@ def _size(lay: Layout) -> tuple[int, int]:
     return lay.rows, lay.width
 
 
+def _first_of_shards(state: DecodeState, lay: Layout) -> dict[str, Any]:
+    """The fields of a state in which as many slots of each shard run as it has rows."""
+    runs_B = np.arange(state.active_B.size) % lay.slots < lay.rows
+    return {
+        "active_B": state.active_B & runs_B,
+        "length_B": jnp.where(runs_B, state.length_B, 0),
+    }
+
+
 def _fill(engine: Engine, prompt: Sequence[int], context: int) -> Prefilled:
     """Fills every slot with `context` real tokens, each slot with its own stretch.
 
@@ -341,7 +353,8 @@ def _spread(logp_BK: np.ndarray, lay: Layout) -> np.ndarray:
     B, parts = lay.slots, []
     for own_BK in np.split(logp_BK, len(logp_BK) // B):
         survival_BK = np.cumsum(own_BK, axis=1)[:, : lay.width - 1]
-        order = np.argsort(-survival_BK.T.ravel(), kind="stable")[: lay.rows - B]
+        order = np.argsort(-survival_BK.T.ravel(), kind="stable")
+        order = order[: max(lay.rows - B, 0)]
         parts.append(np.bincount(order % B, minlength=B))
     return np.concatenate(parts).astype(np.int32)
 

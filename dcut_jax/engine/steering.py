@@ -24,7 +24,7 @@ from dcut_jax.decode.decide import (
 )
 from dcut_jax.decode.pack import Layout
 from dcut_jax.decode.state import DecodeState
-from dcut_jax.decode.steps import StepShapes
+from dcut_jax.decode.steps import StepShapes, anchors_only
 from dcut_jax.engine.policy import (
     PLAN_WORK,
     DCutPolicy,
@@ -68,7 +68,9 @@ class Steering:
         self._known: dict[int, tuple[Any, StepCosts, float]] = {}  # by chunk
         self._ease = 1.0
         self.expected = 0.0
-        self._costs = self._plan_costs(0, np.inf)  # raises for one that is missing
+        self._costs = self._plan_costs(
+            None, 0, np.inf
+        )  # raises for one that is missing
         wire = shapes.slots, shapes.wire_columns
         self._planned_wire: Any = np.zeros(wire, np.int32)
         self._unverified = False  # the plan that `_memory` knows of
@@ -95,7 +97,7 @@ class Steering:
         """
         sizes = [size for size in self.shapes.chunks if size <= wanted]
         while len(sizes) > 1 and np.isfinite(cap_ms):
-            self._plan_costs(context, cap_ms, sizes[-1])
+            self._plan_costs(None, context, cap_ms, sizes[-1])
             _, costs, own_ms = self._known[sizes[-1]]
             if (costs.cheapest_ms + own_ms) * self._slowdown <= cap_ms:
                 break
@@ -103,17 +105,23 @@ class Steering:
         return sizes[-1]
 
     def choose(
-        self, running: Sequence[Ease], context: int, cap_ms: float, chunk: int = 0
+        self,
+        running: Sequence[Ease],
+        fullest: int,
+        context: int,
+        cap_ms: float,
+        chunk: int = 0,
     ) -> Choice:
         """The coming step.
 
         Args:
           running: of the requests that run.
+          fullest: how many of them are in the shard that has most.
           context: cached positions of the longest of them.
           cap_ms: what a step may take; infinite if anything.
           chunk: rows of a prompt that go along.
         """
-        self._costs = self._plan_costs(context, cap_ms, chunk)
+        self._costs = self._plan_costs(fullest, context, cap_ms, chunk)
         self._ease = batch_ease(running)
         choice = self.chooser.next(
             self._costs, self._ease, requests=len(running), alone=chunk == 0
@@ -121,8 +129,12 @@ class Steering:
         self.expected = self.chooser.expected(choice)
         return choice
 
-    def _plan_costs(self, context: int, cap_ms: float, chunk: int = 0) -> StepCosts:
+    def _plan_costs(
+        self, fullest: int | None, context: int, cap_ms: float, chunk: int = 0
+    ) -> StepCosts:
         """Step costs as they are now; the same object while they are the same."""
+        # Beside a prompt a plain step has a row for every slot.
+        rows = anchors_only(self.shapes, None if chunk else fullest).rows
         page = context // CHUNK
         if page not in self._measured:
             end = (page + 1) * CHUNK  # attention reads whole pages
@@ -133,14 +145,14 @@ class Steering:
             cap_ms = max(cap_ms / self._slowdown, SHORTEST_MS)
             cap_ms = 1.02 ** np.floor(np.log(cap_ms) / LOG_STEP)
         version = correction.version if self.policy.correct else 0
-        key = (page, version, float(cap_ms))
+        key = (page, version, float(cap_ms), rows)
         if chunk not in self._known or self._known[chunk][0] != key:
             ms, own_ms = self._measured[page], 0.0
             if self.policy.correct:
                 ms = {work: t * correction.factor(work) for work, t in ms.items()}
             if chunk:
                 ms, own_ms = self.policy.beside(self.shapes, ms, chunk)
-            costs = self.policy.costs(self.shapes, ms).within(cap_ms - own_ms)
+            costs = self.policy.costs(self.shapes, ms, rows).within(cap_ms - own_ms)
             self._known[chunk] = key, costs, own_ms
         return self._known[chunk][1]
 

@@ -159,6 +159,11 @@ def filling(text: TextTokenizer) -> list[int]:
     return [t for p in some for t in text.chat(list(p.messages))]
 
 
+def powers_below(slots: int) -> tuple[int, ...]:
+    """Rows of plain steps where few run: at most half of them are for nobody."""
+    return tuple(2**i for i in range(slots.bit_length()) if 2**i < slots)
+
+
 def shared_chunks(models: Models, most: int) -> tuple[int, ...]:
     """Chunks of prompts that steps take along: of so many rows at most.
 
@@ -198,6 +203,7 @@ def make_engine(args: argparse.Namespace) -> tuple[Target, Engine]:
         kv_memory=args.kv_memory,
         prefix_cache=not args.no_prefix_cache,
         shared_chunks=shared_chunks(pair.models, args.prefill_tokens),
+        fewer=powers_below(args.slots // pair.models.shards),
     )
     if config.kv_memory is None and (budget := kv_budget(pair.models, config)):
         config = replace(config, kv_memory=budget)

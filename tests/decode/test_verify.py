@@ -282,6 +282,7 @@ def test_a_step_yields_ars_text_and_writes_the_committed_rows_alone(
     )
     outcome = from_wire(np.asarray(wire))
     count_B = outcome.count_B
+    anchor_B = block_BW[:, 0].copy()
     for b, n in enumerate(LENGTHS):
         want = []
         while active_B[b]:
@@ -290,10 +291,15 @@ def test_a_step_yields_ars_text_and_writes_the_committed_rows_alone(
             if row == keep_B[b] or block_BW[b, row + 1] != want[-1]:
                 break
         assert outcome.token_BW[b, : count_B[b]].tolist() == want
+        anchor_B[b] = [anchor_B[b], *want][-1]
         if not spoilt and b in (1, 2):  # their first three drafts are right
             assert count_B[b] == (min(3, keep_B[b]) + 1 if active_B[b] else 0)
     np.testing.assert_array_equal(after.length_B, np.array(LENGTHS) + count_B)
     np.testing.assert_array_equal(after.active_B, active_B)
+    np.testing.assert_array_equal(after.anchor_B, anchor_B)
+    np.testing.assert_array_equal(after.room_B, 50 - count_B)
+    np.testing.assert_array_equal(after.stop_BZ, state.stop_BZ)
+    np.testing.assert_array_equal(after.table_BN, state.table_BN)
     rows_B = np.where(active_B, keep_B + 1, 0)
     first_B = np.cumsum(rows_B) - rows_B
     for before, now, k, v in (

@@ -17,7 +17,13 @@ from dcut_jax.engine.requests import Request
 
 # Pages for two texts of full length, where there are four slots.
 CONFIG = EngineConfig(
-    4, 200, sampling=True, logprobs=True, likeliest=2, shared_chunks=(32,)
+    4,
+    200,
+    sampling=True,
+    logprobs=True,
+    likeliest=2,
+    shared_chunks=(32,),
+    fewer=(1, 2),
 )
 PAGES = 4
 WORDS = 101

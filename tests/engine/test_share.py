@@ -197,7 +197,7 @@ class TestCosts:
         assert steering.chunk(32, 100, 4.0) == 8
         assert steering.chunk(32, 100, 0.1) == 8
         # 2 ms have room for 0.8 of the chunk and a plain step, not for two rows each.
-        costs = steering._plan_costs(100, 2.1, 8)
+        costs = steering._plan_costs(None, 100, 2.1, 8)
         tiers = policy.tiers(shapes)
         fits = [t for t, ms in zip(tiers, costs.planned_MR[0], strict=True) if ms < 1e6]
         assert fits == [SLOTS]

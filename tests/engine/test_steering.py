@@ -8,6 +8,7 @@ import pytest
 
 from dcut_jax.cost.online import Correction
 from dcut_jax.cut.choice import Choice
+from dcut_jax.cut.fairness import Progress, weights
 from dcut_jax.decode.compile import Compiler
 from dcut_jax.engine.config import EngineConfig
 from dcut_jax.engine.engine import Engine
@@ -195,6 +196,33 @@ class TestWeights:
         equal = self.rates(build, monkeypatch, requests)
         fair = self.rates(build, monkeypatch, requests, fairness="proportional")
         assert fair > equal
+
+    def test_no_draw_of_a_step_is_in_what_its_plan_is_weighed_by(
+        self, build, monkeypatch
+    ):
+        """Nor one of the step before it, which was not read then."""
+        choice = {"plain": False, "bypass": False, "fairness": "proportional"}
+        engine = build(wide_is_free, **choice)
+        weighed, counts = [], []
+        decide = engine.steering.decide
+
+        def watched(run, proposal, state, choice, weight_B, *rest):
+            weighed.append(weight_B.copy())
+            return decide(run, proposal, state, choice, weight_B, *rest)
+
+        monkeypatch.setattr(engine.steering, "decide", watched)
+        engine.on_outcome = lambda record, outcome: counts.append(outcome.count_B)
+        engine.generate([Request(p, 100) for p in (*EASY, HARD)])
+        whole = next(i for i, count_B in enumerate(counts) if not count_B.all())
+        assert whole > 5
+        progress = [Progress() for _ in range(SLOTS)]
+        for step in range(whole):
+            for one, count in zip(progress, counts[step - 2], strict=True):
+                if step >= 2:
+                    one.add(int(count))
+            want_B = weights("proportional", [1.0] * SLOTS, [p.rate for p in progress])
+            np.testing.assert_array_equal(weighed[step], want_B)
+        assert len(np.unique(weighed[whole - 1])) > 1
 
 
 def test_what_a_request_accepts_is_held_against_what_any_would(build, monkeypatch):
