@@ -45,10 +45,8 @@ class Batch:
     @property
     def fullest(self) -> int:
         """Slots in use, of the shard that has most."""
-        own = self._own_slots
-        return max(
-            sum(at // own == k for at in self._used) for k in range(self._shards)
-        )
+        shard_of = [at // self._own_slots for at in self._used]
+        return max(shard_of.count(shard) for shard in range(self._shards))
 
     @property
     def running(self) -> int:

@@ -81,8 +81,8 @@ class EngineConfig:
         few = self.fewer
         if list(few) != sorted(set(few)) or not all(0 < r < self.slots for r in few):
             raise ValueError(
-                f"fewer must be row counts above 0 and below the {self.slots} slots, in "
-                f"ascending order; found {few}"
+                f"fewer must be row counts above 0 and below the {self.slots} slots, "
+                f"in ascending order; found {few}"
             )
 
     @property
