@@ -172,8 +172,10 @@ def _cell_ms(model: Roofline, kind: str, key: tuple[int, ...]) -> float:
         return model.draft_ms(slots, key[1], key[2])
     if kind == "verify":
         rows = key[1] * model.mesh.shards  # a table's are those of a shard
-        # A step of anchors alone leaves the drafter's context to a catch-up.
-        return model.verify_ms(slots, rows, key[3], features=rows > slots)
+        # A step of anchors alone leaves the drafter's context to a catch-up; where it has
+        # fewer rows than there are slots, the others are empty.
+        features = rows > slots
+        return model.verify_ms(min(slots, rows), rows, key[3], features=features)
     if kind == "share":
         rows = key[1] * model.mesh.shards
         return model.verify_ms(slots, rows, key[4], beside=key[3])

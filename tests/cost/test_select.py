@@ -64,6 +64,14 @@ def test_rows_of_a_table_are_those_of_a_shard():
     assert ms == model.verify_ms(8, 4 * 16, 2048)
 
 
+def test_a_plain_step_of_few_rows_reads_as_many_contexts():
+    model = Roofline(find_device("H200"), MeshShape("ep", expert=4), TARGET, DRAFTER)
+    shapes = StepShapes(8, positions=0, width=16, stops=0, shards=4, fewer=(1,))
+    few = wanted_costs([DCutPolicy(CostTable.empty())], shapes, CONTEXTS)
+    [ms] = select(HERE, few, TARGET, DRAFTER).verify[8, 1, 1, 2048]
+    assert ms == model.verify_ms(4, 4, 2048, features=False)
+
+
 def test_without_measurements_costs_are_computed_and_say_so():
     table = chosen()
     assert table.source == "roofline"
