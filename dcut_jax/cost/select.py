@@ -172,8 +172,8 @@ def _cell_ms(model: Roofline, kind: str, key: tuple[int, ...]) -> float:
         return model.draft_ms(slots, key[1], key[2])
     if kind == "verify":
         rows = key[1] * model.mesh.shards  # a table's are those of a shard
-        # A step of anchors alone leaves the drafter's context to a catch-up; where it has
-        # fewer rows than there are slots, the others are empty.
+        # A step of anchors alone leaves the drafter's context to a catch-up. Where it
+        # has fewer rows than there are slots, the others are empty.
         features = rows > slots
         return model.verify_ms(min(slots, rows), rows, key[3], features=features)
     if kind == "share":
