@@ -201,7 +201,7 @@ class TestCosts:
         tiers = policy.tiers(shapes)
         fits = [t for t, ms in zip(tiers, costs.planned_MR[0], strict=True) if ms < 1e6]
         assert fits == [SLOTS]
-        assert steering._plan_costs(100, 2.1).planned_MR[0][1] < 1e6
+        assert steering._plan_costs(None, 100, 2.1).planned_MR[0][1] < 1e6
 
     def test_they_are_measured(self, pair, compiler, policies):
         policy, here = policies["dcut"], fingerprint(pair, CONFIG, "tiny", "tiny")
