@@ -68,9 +68,8 @@ class Steering:
         self._known: dict[int, tuple[Any, StepCosts, float]] = {}  # by chunk
         self._ease = 1.0
         self.expected = 0.0
-        self._costs = self._plan_costs(
-            None, 0, np.inf
-        )  # raises for one that is missing
+        # Raises for one that is missing.
+        self._costs = self._plan_costs(None, 0, np.inf)
         wire = shapes.slots, shapes.wire_columns
         self._planned_wire: Any = np.zeros(wire, np.int32)
         self._unverified = False  # the plan that `_memory` knows of
